@@ -1,0 +1,1 @@
+"""Placeholder docstring; the folder's owner replaces it."""

@@ -1,0 +1,39 @@
+"""Words of the engine: what a step consists of and what comes out of it."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from nearline.engine.sequence import Sequence
+from nearline.protocol import TokenLogprob
+from nearline.protocol.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One sequence's share of a step: compute positions [start, start + num_tokens) of `sequence.token_ids`.
+
+    Their KV goes to the blocks of `sequence.block_table`. If `is_sampled`, the logits after the last of these
+    positions choose the sequence's next token. The runner reads the sequence and never changes it.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One engine step. `block_copies` (source, destination) happen before it: copy-on-write of shared blocks."""
+
+    items: Seq[BatchItem]
+    block_copies: Seq[tuple[int, int]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """Outcome for one item with `is_sampled`. `error` fails that sequence alone."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: ErrorInfo | None = None

@@ -1,0 +1,242 @@
+"""Every message between processes. One class, one meaning; the codec is wire.py.
+
+Links: controller ⇄ node agent (WebSocket, one frame per message) and node agent ⇄ engine (Unix socket,
+length-prefixed). A link is ordered and reliable while it lives; when it breaks, whatever was sent on it is
+void: the agent aborts the sequences dispatched over a broken link, and the controller dispatches them again.
+"""
+
+from dataclasses import dataclass
+
+from nearline.protocol.errors import ErrorInfo
+from nearline.protocol.ids import Bytes, Digest, InstanceId, ModelId, RequestId, Seconds, TaskId
+from nearline.protocol.instance import InstanceSpec, InstanceStatus, NodeReport
+from nearline.protocol.model import CheckpointInfo, CheckpointKind
+from nearline.protocol.request import Request, SequenceUpdate
+
+# ---- controller → node agent ----
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to the first NodeReport of a link: how often to report, and the fencing token of this leader."""
+
+    report_interval_s: Seconds
+    fencing_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureInstance:
+    """Run this instance. Idempotent: an id that already runs or has ended is answered with its status."""
+
+    spec: InstanceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StopInstance:
+    """Drain for at most `drain_s`, then stop. Sequences still running then are aborted."""
+
+    instance_id: InstanceId
+    drain_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Start a sequence. `generated_token_ids` were produced by earlier attempts and are not produced again."""
+
+    instance_id: InstanceId
+    request: Request
+    attempt: int
+    generated_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a sequence now; no further update is expected for it."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ImportCheckpoint:
+    """Bring `source` into the node's store. An adapter names the checkpoint of its base."""
+
+    task_id: TaskId
+    kind: CheckpointKind
+    source: str
+    base_digest: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelImport:
+    task_id: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteCheckpoint:
+    """Forget the bytes of a checkpoint as soon as no instance uses them."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """Read a checkpoint into DRAM ahead of use."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class EvictCheckpoint:
+    """Give a checkpoint's DRAM back. Pinned chunks stay."""
+
+    digest: Digest
+
+
+# ---- node agent → controller ----
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    report: NodeReport
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceChanged:
+    """Sent at every move of an instance's state, and again when its start timings are complete."""
+
+    status: InstanceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Everything one engine step produced."""
+
+    instance_id: InstanceId
+    updates: tuple[SequenceUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportProgress:
+    task_id: TaskId
+    phase: str
+    done_bytes: Bytes
+    total_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFinished:
+    task_id: TaskId
+    checkpoint: CheckpointInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFailed:
+    task_id: TaskId
+    error: ErrorInfo
+
+
+# ---- node agent → engine ----
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """How to map the DRAM pool: a memfd of `num_frames` frames, and a memfd of one ready byte per frame."""
+
+    num_frames: int
+    frame_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Become an instance: map these pool frames, in order, as the checkpoint's safetensors file.
+
+    `manifest_path` names the checkpoint directory's manifest. The frames may still be filling; each one's
+    ready byte says when. `max_running` bounds sequences decoded together, `kv_bytes` the KV cache.
+    """
+
+    spec: InstanceSpec
+    manifest_path: str
+    frames: tuple[int, ...]
+    kv_bytes: Bytes
+    max_running: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Make an adapter usable, from its checkpoint directory. Sent before the first Submit that names it."""
+
+    digest: Digest
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Free an adapter once no running sequence uses it."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Unbind:
+    """Abort what runs, free model and KV cache, unmap the frames and become pre-warmed again."""
+
+
+# ---- engine → node agent ----
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """The process is pre-warmed: interpreter, torch, kernels and device context are up."""
+
+    pid: int
+    device: str
+    warmup_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Views exist and requests may come; bytes may still be arriving. `bind_s` excludes waiting for bytes."""
+
+    instance_id: InstanceId
+    bind_s: Seconds
+    kv_tokens_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class BindFailed:
+    instance_id: InstanceId
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One engine step: tokens, ends, and the load after it."""
+
+    updates: tuple[SequenceUpdate, ...]
+    num_running: int
+    num_waiting: int
+    kv_tokens_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    digest: Digest
+    load_s: Seconds
+    num_bytes: Bytes
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unbound:
+    model_id: ModelId
+
+
+ToAgent = (
+    Welcome | EnsureInstance | StopInstance | Submit | Abort | ImportCheckpoint | CancelImport
+    | DeleteCheckpoint | Preload | EvictCheckpoint
+)  # fmt: skip
+ToController = Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed
+ToEngine = PoolLayout | Bind | Submit | Abort | LoadAdapter | UnloadAdapter | Unbind
+FromEngine = EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | Unbound

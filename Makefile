@@ -1,0 +1,49 @@
+# Two commands matter: `make demo` and `make test`. Both set up their own virtual environment first.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+READY := $(VENV)/.ready
+# Without an NVIDIA GPU the CPU build of torch is a tenth of the size.
+TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
+
+.PHONY: demo test test-all check format bench clean
+
+demo: $(READY) $(MODEL)
+	$(BIN)/nearline demo
+
+test: $(READY) $(MODEL)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: $(READY) $(MODEL)
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) $(MODEL)
+	$(BIN)/python benchmarks/cold_start.py
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Nearline needs Python 3.11 or newer; try: make PYTHON=python3.12 demo")'
+	@test -x $(BIN)/python || { echo "· creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "· installing torch (the largest part, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@echo "· installing nearline and its tools"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@$(BIN)/python -m nearline.kernels
+	@touch $(READY)
+
+$(MODEL): | $(READY)
+	@echo "· fetching SmolLM2-135M-Instruct (93 MB, once)"
+	@$(BIN)/python examples/fetch_smollm2.py .models
+
+clean:
+	rm -rf $(VENV) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

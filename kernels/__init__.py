@@ -1,1 +1,34 @@
-"""Placeholder docstring; the folder's owner replaces it."""
+"""Tensor ops of the engine, one function per op; `reference.py` says what each computes.
+
+Shape letters: T packed tokens, M model dim, H heads, K kv heads, D head dim, F ffn dim, N outputs or cache blocks,
+P block size, R rank or rotated dims, V vocab. Which path runs (Triton, compiled C, plain torch) is decided inside.
+"""
+
+from nearline.kernels.dispatch import (
+    add_rms_norm,
+    argmax,
+    linear,
+    lora_add_,
+    paged_attention,
+    rms_norm,
+    rope_,
+    set_num_threads,
+    silu_mul,
+    write_kv,
+)
+from nearline.kernels.types import AttentionMeta, LoraSegment
+
+__all__ = [
+    "AttentionMeta",
+    "LoraSegment",
+    "add_rms_norm",
+    "argmax",
+    "linear",
+    "lora_add_",
+    "paged_attention",
+    "rms_norm",
+    "rope_",
+    "set_num_threads",
+    "silu_mul",
+    "write_kv",
+]

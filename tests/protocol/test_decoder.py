@@ -1,0 +1,86 @@
+"""DecoderSpec against transformers: same tensors, same shapes, same switches."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nearline.protocol import FAMILIES, decoder_spec, tensor_slots
+from nearline.protocol.errors import UnsupportedCheckpoint
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def model_of(architecture: str, **overrides: Any) -> Any:
+    cls = getattr(transformers, architecture)
+    with torch.device("meta"):
+        return cls(cls.config_class(**(SMALL | overrides), architectures=[architecture]))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_the_tensor_list_is_transformers_own(architecture: str, is_tied: bool) -> None:
+    model = model_of(architecture, tie_word_embeddings=is_tied)
+    spec = decoder_spec(model.config.to_dict())
+    ours = {slot.name: slot.shape for slot in tensor_slots(spec)}
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=True)}
+    assert ours == theirs
+    assert spec.is_tied is is_tied
+
+
+@pytest.mark.parametrize(
+    ("architecture", "switch"), [("LlamaForCausalLM", "attention_bias"), ("LlamaForCausalLM", "mlp_bias")]
+)
+def test_biases_follow_the_config(architecture: str, switch: str) -> None:
+    model = model_of(architecture, **{switch: True})
+    ours = {slot.name for slot in tensor_slots(decoder_spec(model.config.to_dict()))}
+    assert ours == {name for name, _ in model.named_parameters()}
+
+
+def test_layers_without_rope_are_smollm3s_every_fourth() -> None:
+    spec = decoder_spec(model_of("SmolLM3ForCausalLM").config.to_dict())
+    assert spec.no_rope_layers == (3,)
+
+
+def test_sliding_layers_follow_layer_types() -> None:
+    config = model_of("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=16, max_window_layers=2).config
+    spec = decoder_spec(config.to_dict())
+    assert (spec.sliding_window, spec.sliding_layers) == (16, (2, 3))
+    mistral = decoder_spec(model_of("MistralForCausalLM", sliding_window=8).config.to_dict())
+    assert (mistral.sliding_window, mistral.sliding_layers) == (8, (0, 1, 2, 3))
+    assert decoder_spec(model_of("MistralForCausalLM", sliding_window=None).config.to_dict()).sliding_window is None
+
+
+def test_both_generations_of_config_keys_are_read() -> None:
+    old = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128, "torch_dtype": "bfloat16",
+        "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    }  # fmt: skip
+    spec = decoder_spec(old)
+    assert (spec.dtype, spec.rope_theta, spec.num_kv_heads, spec.head_dim) == ("bfloat16", 500000.0, 4, 8)
+    assert spec.rope_scaling is not None
+    assert spec.rope_scaling.value("factor", 1.0) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*supported: LlamaForCausalLM"),
+        ({"architectures": None}, "none"),
+        ({"hidden_size": None}, "hidden_size|int"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"hidden_act": "swish2"}, "swish2"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+    ],
+)
+def test_what_we_cannot_run_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], **SMALL, **change}
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(UnsupportedCheckpoint, match=complaint):
+        decoder_spec(config)

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from nearline.protocol import Request, Seconds
 
+Order = tuple[int, Seconds, int]
+"""(priority, arrival, serial number): smaller comes first."""
+
 
 class SequenceState(StrEnum):
     """WAITING → RUNNING → FINISHED; RUNNING → WAITING when preempted."""
@@ -18,17 +21,24 @@ class SequenceState(StrEnum):
 class Sequence:
     """A request being decoded. Positions [0, num_computed) have their KV in the blocks of `block_table`.
 
-    `token_ids` is the prompt, then what earlier attempts generated, then what this engine generated.
+    `token_ids` is the prompt, then what earlier attempts generated, then what this engine generated. The
+    sequence ends at the latest when it has `max_total` tokens; the last of them is never fed to the model.
     """
 
     request: Request
     attempt: int
     token_ids: list[int]
     arrived_at: Seconds
+    serial: int = 0
+    max_total: int = 0
+    cache_root: bytes = b""
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
     num_cached: int = 0
+    is_adapter_pinned: bool = False
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    adapter_ready_at: Seconds | None = None
     first_scheduled_at: Seconds | None = None
     first_token_at: Seconds | None = None
 
@@ -44,3 +54,13 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_positions(self) -> int:
+        """KV positions that the sequence can ever need: all its tokens but the last."""
+        return max(self.max_total - 1, len(self.token_ids))
+
+    @property
+    def order(self) -> Order:
+        """Who comes first: the smaller priority number, then the earlier arrival. Total and fixed for life."""
+        return (self.request.priority, self.arrived_at, self.serial)

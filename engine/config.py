@@ -1,0 +1,45 @@
+"""What an engine is told about its sizes and habits. Pure words: nothing here is read from the environment."""
+
+from dataclasses import dataclass
+
+from nearline.protocol import Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of one bound engine. Raises ValueError for sizes with which it could not make progress."""
+
+    num_blocks: int
+    """Blocks of the KV cache, ≥ 1."""
+    block_size: int = 16
+    """Positions per block."""
+    max_running: int = 32
+    """Sequences decoded together, ≥ 1."""
+    max_step_tokens: int | None = 512
+    """Token budget of a step, > max_running so that prefills always advance; None: every prompt in one piece."""
+    future_share: float = 1.0
+    """Share of its declared remaining tokens for which a sequence must find room when it is admitted, in [0, 1].
+    1: decoding never runs out of blocks. Less: more sequences at once, and preemption when they all run long."""
+    is_prefix_cached: bool = True
+    """Whether the KV of finished or running sequences is reused for equal prefixes."""
+    max_adapters: int = 32
+    """Adapters on the device at once, ≥ 1."""
+    max_adapter_bytes: Bytes = 1 << 30
+    """Bytes of adapters on the device; one adapter is always allowed."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_running", "max_adapters"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"EngineConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_step_tokens is not None and self.max_step_tokens <= self.max_running:
+            raise ValueError(
+                f"EngineConfig.max_step_tokens is {self.max_step_tokens}; it must exceed max_running "
+                f"({self.max_running}), or decoding sequences would leave no room for prompts"
+            )
+        if not 0.0 <= self.future_share <= 1.0:
+            raise ValueError(f"EngineConfig.future_share is {self.future_share}; it must lie in [0, 1]")
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions that the KV cache can hold."""
+        return self.num_blocks * self.block_size

@@ -1,0 +1,126 @@
+"""What is registered: models and adapters by name, durable in Redis and answered from memory."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nearline.controller.state import State, state_errors
+from nearline.protocol import AdapterSpec, Digest, ModelId, ModelSpec, from_plain, to_plain
+from nearline.protocol.errors import InvalidRequest, ModelNotFound, NameTaken, StateUnavailable
+
+MAX_NAME_CHARS = 200
+_NAME = re.compile(r"\w[\w.+@=:-]*(/\w[\w.+@=:-]*)*")
+
+Spec = TypeVar("Spec", ModelSpec, AdapterSpec)
+
+# A controller that lost the lease must not write: its fencing number is no longer the newest.
+WRITE = """
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 0 end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[2]) else redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a name in a request means: a model, or an adapter on its model. `name` is what the client wrote."""
+
+    name: str
+    model: ModelSpec
+    adapter: AdapterSpec | None = None
+
+
+def check_name(name: str) -> None:
+    """Refuse names that could leave a directory, break a URL or an index. Raises InvalidRequest."""
+    is_ok = bool(_NAME.fullmatch(name)) and ".." not in name and len(name) <= MAX_NAME_CHARS
+    if not is_ok or name.endswith("/invocations"):
+        raise InvalidRequest(
+            f"{name!r} cannot be a name: use letters, digits and . _ + @ = : - in parts joined by single slashes,"
+            f" no '..', at most {MAX_NAME_CHARS} characters",
+            param="name",
+        )
+
+
+class Registry:
+    """All specs. Reads never wait; writes go to Redis first and then to memory, and fail when Redis does."""
+
+    def __init__(self, state: State, fencing_token: int) -> None:
+        self._state = state
+        self._fencing_token = fencing_token
+        self.models: dict[str, ModelSpec] = {}
+        self.adapters: dict[str, AdapterSpec] = {}
+
+    async def load(self) -> None:
+        """Read everything from Redis. Raises StateUnavailable."""
+        with state_errors():
+            models = await self._state.redis.hgetall(self._state.key("models"))
+            adapters = await self._state.redis.hgetall(self._state.key("adapters"))
+        self.models = _parse(ModelSpec, models)
+        self.adapters = _parse(AdapterSpec, adapters)
+
+    def resolve(self, name: str) -> Target:
+        """Find what `name` means: a model's id, an adapter's id, or `base:adapter`. Raises ModelNotFound."""
+        if name in self.models:
+            return Target(name, self.models[name])
+        adapter = self.adapters.get(name) or self._qualified(name)
+        if adapter is None or adapter.base_id not in self.models:
+            raise ModelNotFound(f"no model or adapter is named {name!r}; GET /v1/models lists them", param="model")
+        return Target(name, self.models[adapter.base_id], adapter)
+
+    def _qualified(self, name: str) -> AdapterSpec | None:
+        """Both parts may hold colons themselves, so each colon is tried."""
+        for at in (i for i, char in enumerate(name) if char == ":"):
+            adapter = self.adapters.get(name[at + 1 :])
+            if adapter is not None and adapter.base_id == name[:at]:
+                return adapter
+        return None
+
+    def check_free(self, name: str) -> None:
+        """Raises InvalidRequest for a bad name, NameTaken for one in use."""
+        check_name(name)
+        if name in self.models or name in self.adapters:
+            raise NameTaken(f"{name!r} is registered already; remove it first or choose another name", param="name")
+
+    def adapters_of(self, model_id: ModelId) -> list[AdapterSpec]:
+        return [adapter for adapter in self.adapters.values() if adapter.base_id == model_id]
+
+    def uses(self, digest: Digest) -> bool:
+        """Whether any spec still names this checkpoint."""
+        checkpoints = [model.checkpoint for model in self.models.values()]
+        checkpoints += [adapter.checkpoint for adapter in self.adapters.values()]
+        return any(checkpoint.digest == digest for checkpoint in checkpoints)
+
+    async def put_model(self, spec: ModelSpec) -> None:
+        await self._write("models", spec.model_id, json.dumps(to_plain(spec)))
+        self.models[spec.model_id] = spec
+
+    async def put_adapter(self, spec: AdapterSpec) -> None:
+        await self._write("adapters", spec.adapter_id, json.dumps(to_plain(spec)))
+        self.adapters[spec.adapter_id] = spec
+
+    async def remove_model(self, model_id: ModelId) -> ModelSpec:
+        """Forget a model. Raises ModelNotFound, or InvalidRequest while adapters stand on it."""
+        if model_id not in self.models:
+            raise ModelNotFound(f"no model is registered as {model_id!r}", param="name")
+        names = sorted(adapter.adapter_id for adapter in self.adapters_of(model_id))
+        if names:
+            raise InvalidRequest(f"adapters stand on {model_id!r}: remove {', '.join(names)} first", param="name")
+        await self._write("models", model_id, "")
+        return self.models.pop(model_id)
+
+    async def remove_adapter(self, adapter_id: ModelId) -> AdapterSpec:
+        """Forget an adapter. Raises ModelNotFound."""
+        if adapter_id not in self.adapters:
+            raise ModelNotFound(f"no adapter is registered as {adapter_id!r}", param="name")
+        await self._write("adapters", adapter_id, "")
+        return self.adapters.pop(adapter_id)
+
+    async def _write(self, kind: str, name: str, value: str) -> None:
+        keys = [self._state.key(kind), self._state.key("fence")]
+        if not await self._state.run(WRITE, keys, [self._fencing_token, name, value]):
+            raise StateUnavailable("another controller has taken over; ask it instead", retry_after_s=1.0)
+
+
+def _parse(cls: type[Spec], plain: dict[str, str]) -> dict[str, Spec]:
+    return {name: from_plain(cls, json.loads(text)) for name, text in sorted(plain.items())}

@@ -1,0 +1,191 @@
+"""Chat templates: a conversation becomes one prompt, in a sandbox that cannot reach Python and cannot run for ever.
+
+The environment offers what transformers' own does, so templates written for it render the same.
+Source: https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+import asyncio
+import ctypes
+import datetime
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
+
+Message = Mapping[str, Any]
+
+RENDER_LIMIT_S = 2.0
+MAX_REPEATED_CHARS = 1_000_000
+
+
+class _RenderTimeout(BaseException):
+    """Raised inside a render that ran too long. Not an Exception: a template must not catch it."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; serving renders its body unchanged."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) for side in (left, right) if isinstance(side, (str, list, tuple))]
+        counts = [side for side in (left, right) if isinstance(side, int)]
+        is_large = (sizes and counts and sizes[0] * counts[0] > MAX_REPEATED_CHARS) or (
+            operator == "**" and counts and counts[-1] > 64
+        )
+        if is_large:
+            raise jinja2.TemplateRuntimeError(f"{operator!r} of such sizes is not allowed in a chat template")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Raised(jinja2.TemplateRuntimeError):
+    """The template's own words through raise_exception."""
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Raised(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(pattern)
+
+
+def _environment() -> _Environment:
+    extensions: list[Any] = ["jinja2.ext.loopcontrols", _GenerationTag]
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens it may name. Raises UnsupportedCheckpoint when it is not Jinja."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UnsupportedCheckpoint(f"the chat template does not compile: line {error.lineno}: {error}") from None
+
+    async def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: Mapping[str, Any] | None = None
+    ) -> str:
+        """Render the prompt up to the assistant's turn.
+
+        Raises InvalidRequest with the template's own message when it refuses the conversation.
+        """
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "add_generation_prompt": True,
+            "documents": None,
+            **(options or {}),
+            "messages": [_normal(message, self._knows_developer) for message in messages],
+            "tools": list(tools) if tools else None,
+        }
+        return await _Render(self._template, variables).result(RENDER_LIMIT_S)
+
+
+class _Render:
+    """One render in a thread of its own, ended from outside when it takes too long."""
+
+    def __init__(self, template: jinja2.Template, variables: dict[str, Any]) -> None:
+        self._template = template
+        self._variables = variables
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[str] = self._loop.create_future()
+
+    async def result(self, limit_s: float) -> str:
+        thread = threading.Thread(target=self._run, name="chat-template", daemon=True)
+        thread.start()
+        try:
+            return await asyncio.wait_for(self._future, limit_s)
+        except TimeoutError:
+            raise InvalidRequest(f"the chat template ran for more than {limit_s:g} s; simplify it") from None
+        finally:
+            if self._future.cancelled():
+                _interrupt(thread)
+
+    def _run(self) -> None:
+        outcome: str | Exception
+        try:
+            outcome = self._template.render(self._variables)
+        except _Raised as error:
+            outcome = InvalidRequest(f"the chat template refused the messages: {error.message}", param="messages")
+        except RecursionError:
+            outcome = InvalidRequest("the chat template recurses without end", param="messages")
+        except Exception as error:
+            text = f"the chat template failed on these messages: {type(error).__name__}: {error}"
+            outcome = InvalidRequest(text, param="messages")
+        except _RenderTimeout:
+            return
+        self._loop.call_soon_threadsafe(self._finish, outcome)
+
+    def _finish(self, outcome: str | Exception) -> None:
+        if self._future.done():
+            return
+        if isinstance(outcome, str):
+            self._future.set_result(outcome)
+        else:
+            self._future.set_exception(outcome)
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise inside another thread; compiled templates are Python code, so it lands at their next instruction."""
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_RenderTimeout))
+
+
+def _normal(message: Message, knows_developer: bool) -> dict[str, Any]:
+    """Bring a message to the form templates expect: string content, a role the template has heard of."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if plain.get("role") == "developer" and not knows_developer:
+        plain["role"] = "system"
+    plain["content"] = _content_text(message.get("content"))
+    return plain
+
+
+def _content_text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidRequest(f"content parts of type {kind!r} are not supported; send text parts", param="messages")
+    return "\n".join(texts)
+
+
+def choose_template(named: Mapping[str, str], has_tools: bool) -> str | None:
+    """Pick among a model's named templates: `tool_use` when tools are given, else `default`, else the only one."""
+    if has_tools and "tool_use" in named:
+        return named["tool_use"]
+    if "default" in named:
+        return named["default"]
+    return next(iter(named.values())) if len(named) == 1 else None

@@ -1,0 +1,155 @@
+"""The synchronous SDK: the asynchronous one, driven from a private event loop thread."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+from nearline.client.functions import AsyncCall, AsyncClient, AsyncFunction
+from nearline.client.types import Output
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """One event loop in a daemon thread; coroutines go in, results come out. A Ctrl-C cancels what is under way."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nearline-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
+        """Pull an asynchronous iterator; leaving the loop early closes it, which ends the request on the server."""
+        try:
+            while True:
+                try:
+                    yield self.run(_next(source))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self.run(_close(source))
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        self._loop.close()
+
+
+async def _next(source: AsyncIterator[T]) -> T:
+    return await anext(source)
+
+
+async def _close(source: AsyncIterator[Any]) -> None:
+    closing = getattr(source, "aclose", None)
+    if closing is not None:
+        await closing()
+
+
+class Client:
+    """A connection to one platform. Use as `with Client() as client`, or call `close`.
+
+    >>> Client().function("smollm2").remote("What is the moon?").text      # doctest: +SKIP
+    """
+
+    def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
+        self._loop = LoopThread()
+        self._client = AsyncClient(url, api_key)
+        self.admin = Admin(self._loop, self._client)
+
+    def function(self, name: str) -> "Function":
+        """Name a model, an adapter or `base:adapter`. Nothing is sent yet."""
+        return Function(self._loop, self._client.function(name))
+
+    def call(self, job_id: str) -> "Call":
+        """Come back to a job submitted earlier, by any process."""
+        return Call(self._loop, self._client.call(job_id))
+
+    def jobs(self, limit: int = 50) -> list[dict[str, Any]]:
+        return self._loop.run(self._client.jobs(limit))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._loop.run(self._client.aclose())
+        self._loop.close()
+
+
+class Function:
+    """One callable model; see AsyncFunction for what the arguments mean."""
+
+    def __init__(self, loop: LoopThread, function: AsyncFunction) -> None:
+        self._loop, self._function = loop, function
+        self.name = function.name
+
+    def remote(self, text: str | None = None, **options: Any) -> Output:
+        """Invoke and wait for the whole answer."""
+        return self._loop.run(self._function.remote(text, **options))
+
+    def stream(self, text: str | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of the invocation as they come."""
+        return self._loop.iterate(self._function.stream(text, **options))
+
+    def spawn(self, text: str | None = None, *, idempotency_key: str | None = None, **options: Any) -> "Call":
+        """Submit as a durable job."""
+        return Call(self._loop, self._loop.run(self._function.spawn(text, idempotency_key=idempotency_key, **options)))
+
+    def map(self, texts: Iterable[str], *, concurrency: int = 32, **options: Any) -> Iterator[Output]:
+        """Invoke for each text concurrently; yield the outputs in order."""
+        return self._loop.iterate(self._function.map(texts, concurrency=concurrency, **options))
+
+
+class Call:
+    """A job: a call that goes on without its caller."""
+
+    def __init__(self, loop: LoopThread, call: AsyncCall) -> None:
+        self._loop, self._call = loop, call
+        self.id = call.id
+
+    def status(self) -> dict[str, Any]:
+        return self._loop.run(self._call.status())
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        return self._loop.run(self._call.wait(timeout_s))
+
+    def result(self, timeout_s: float | None = None) -> Output:
+        """Wait for the answer. Raises what the job failed with."""
+        return self._loop.run(self._call.result(timeout_s))
+
+    def cancel(self) -> dict[str, Any]:
+        return self._loop.run(self._call.cancel())
+
+
+class Admin:
+    """The operator's side: register, list, show, remove."""
+
+    def __init__(self, loop: LoopThread, client: AsyncClient) -> None:
+        self._loop, self._admin = loop, client.admin
+
+    def add(self, kind: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Register; yield progress events, then the registered object."""
+        return self._loop.iterate(self._admin.add(kind, body))
+
+    def list(self, kind: str) -> list[dict[str, Any]]:
+        return self._loop.run(self._admin.list(kind))
+
+    def show(self, kind: str, name: str) -> dict[str, Any]:
+        return self._loop.run(self._admin.show(kind, name))
+
+    def remove(self, kind: str, name: str) -> None:
+        self._loop.run(self._admin.remove(kind, name))
+
+    def is_ready(self) -> bool:
+        return self._loop.run(self._admin.is_ready())

@@ -1,0 +1,1 @@
+"""The verbs of the `nearline` command, one file per noun."""

@@ -1,0 +1,153 @@
+"""`nearline model …` and `nearline adapter …`: what may be called."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from nearline.client.blocking import Client
+from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
+from nearline.protocol.errors import CheckpointCorrupt, NearlineError
+
+model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
+adapter = typer.Typer(no_args_is_help=True, help="Register, list and remove LoRA adapters.")
+
+Name = Annotated[str, typer.Argument(help="The name people will call; it may contain '/'.")]
+Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, or hub:org/name[@revision].")]
+
+
+@model.command("add")
+def add_model(
+    name: Name,
+    source: Source,
+    keep_alive: Annotated[
+        float | None, typer.Option(help="Seconds an idle instance stays up; negative: for ever.")
+    ] = None,
+    min_replicas: Annotated[int | None, typer.Option(help="Instances kept even when idle.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(help="Instances at most.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Import a model into the store and make it callable."""
+    wishes = {"keep_alive_s": keep_alive, "min_replicas": min_replicas, "max_replicas": max_replicas}
+    body = {"name": name, "source": absolute(source)} | {k: v for k, v in wishes.items() if v is not None}
+    with connected(url, api_key, as_json) as client:
+        registered = register(client, "models", body, is_quiet=as_json)
+        if as_json:
+            print_json(registered)
+        else:
+            console.print(f"[green]✓[/] {name} is registered; try: nearline invoke {name} 'Hello!'")
+
+
+@adapter.command("add")
+def add_adapter(
+    name: Name,
+    source: Annotated[str, typer.Argument(help="A PEFT adapter directory, or hub:org/name[@revision].")],
+    base: Annotated[str, typer.Option(help="The registered model it was trained on.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Import a LoRA adapter and make it callable by its own name."""
+    with connected(url, api_key, as_json) as client:
+        body = {"name": name, "base": base, "source": absolute(source)}
+        registered = register(client, "adapters", body, is_quiet=as_json)
+        if as_json:
+            print_json(registered)
+        else:
+            console.print(f"[green]✓[/] {name} is registered on {base}; try: nearline invoke {name} 'Hello!'")
+
+
+def register(client: Client, kind: str, body: dict[str, Any], is_quiet: bool = False) -> dict[str, Any]:
+    """Register and show a progress bar. Returns the registered object as the platform describes it."""
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    registered: dict[str, Any] | None = None
+    with Progress(*columns, console=notices, transient=not notices.is_terminal, disable=is_quiet) as progress:
+        tasks: dict[str, Any] = {}
+        for event in client.admin.add(kind, body):
+            phase = event.get("phase")
+            if phase is None:
+                registered = event
+                continue
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=event["total_bytes"] or None)
+            progress.update(tasks[phase], completed=event["done_bytes"], total=event["total_bytes"] or None)
+    if registered is None:
+        raise CheckpointCorrupt("the platform ended the import without a result; see its logs")
+    return registered
+
+
+def absolute(source: str) -> str:
+    """A local path as the server sees it; hub: and URL sources stay as they are."""
+    if "://" in source or source.startswith("hub:"):
+        return source
+    return str(Path(source).expanduser().resolve())
+
+
+@model.command("list")
+def list_models(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show every registered model, where its bytes are and what runs."""
+    with connected(url, api_key, as_json) as client:
+        rows = client.admin.list("models")
+        if as_json:
+            print_json(rows)
+            return
+        table = Table("MODEL", "STATE", "TIER", "SIZE", "DTYPE", "CONTEXT", "INSTANCES", box=None)
+        for row in rows:
+            size, context = megabytes(row["num_bytes"]), str(row["max_context_tokens"])
+            table.add_row(row["id"], row["state"], row["tier"], size, row["dtype"], context, str(row["num_instances"]))
+        console.print(table if rows else "no models; add one with: nearline model add NAME SOURCE")
+
+
+@adapter.command("list")
+def list_adapters(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show every registered adapter and its base."""
+    with connected(url, api_key, as_json) as client:
+        rows = client.admin.list("adapters")
+        if as_json:
+            print_json(rows)
+            return
+        table = Table("ADAPTER", "BASE", "RANK", "SIZE", box=None)
+        for row in rows:
+            table.add_row(row["id"], row["base"], str(row["rank"]), megabytes(row["num_bytes"]))
+        console.print(table if rows else "no adapters; add one with: nearline adapter add NAME SOURCE --base MODEL")
+
+
+@model.command("show")
+def show_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show one model in full."""
+    with connected(url, api_key, as_json) as client:
+        shown = client.admin.show("models", name)
+        if as_json:
+            print_json(shown)
+            return
+        for key, value in shown.items():
+            console.print(f"[dim]{key:>20}[/]  {value}")
+
+
+@model.command("rm")
+def remove_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Remove a model: running requests finish, its bytes leave the store."""
+    _remove("models", name, url, api_key, as_json)
+
+
+@adapter.command("rm")
+def remove_adapter(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Remove an adapter: running requests finish on it."""
+    _remove("adapters", name, url, api_key, as_json)
+
+
+def _remove(kind: str, name: str, url: str | None, api_key: str | None, as_json: bool) -> None:
+    with connected(url, api_key, as_json) as client:
+        try:
+            client.admin.remove(kind, name)
+        except NearlineError as error:
+            error.add_note(f"while removing {name}")
+            raise
+        if as_json:
+            print_json({"id": name, "deleted": True})
+        else:
+            console.print(f"[green]✓[/] {name} is removed")

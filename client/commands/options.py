@@ -1,0 +1,57 @@
+"""Options that every verb shares, and how a verb talks to the platform and reports failure."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from nearline.client.blocking import Client
+from nearline.client.config import API_KEY_VARIABLE, URL_VARIABLE
+from nearline.protocol.errors import NearlineError
+
+Url = Annotated[str | None, typer.Option("--url", envvar=URL_VARIABLE, help="Where the platform answers.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar=API_KEY_VARIABLE, help="Your tenant's key.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, nothing else.")]
+
+console = Console(highlight=False, soft_wrap=True)
+notices = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def fail(error: NearlineError, as_json: bool = False) -> NoReturn:
+    """Say what went wrong and leave with status 1."""
+    if as_json:
+        print_json({"error": {"message": error.message, "code": error.code, "param": error.param}})
+    else:
+        notices.print(f"[bold red]error:[/] {error.message} [dim]({error.code})[/]", markup=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def connected(url: str | None, api_key: str | None, as_json: bool = False) -> Iterator[Client]:
+    """A client for one verb; errors end the command with a message, Ctrl-C with status 130."""
+    client = Client(url, api_key)
+    try:
+        yield client
+    except NearlineError as error:
+        fail(error, as_json)
+    except KeyboardInterrupt:
+        notices.print("interrupted")
+        raise typer.Exit(130) from None
+    finally:
+        client.close()
+
+
+def megabytes(num_bytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,158 @@
+"""The whole platform on one machine: Valkey, controller and node agent under one supervisor (`nearline up`)."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from nearline.client.config import short_runtime_dir
+from nearline.client.processes import Child
+from nearline.client.valkey import valkey_command
+from nearline.protocol.errors import Fault, InvalidRequest
+
+START_TIMEOUT_S = 60.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformConfig:
+    """`redis_url` None starts the embedded Valkey. The `_args` go to those processes as they are."""
+
+    data_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    redis_url: str | None = None
+    controller_args: tuple[str, ...] = ()
+    agent_args: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Platform:
+    """What runs. `url` is where the front door answers."""
+
+    config: PlatformConfig
+    url: str = ""
+    children: list[Child] = field(default_factory=list)
+
+    @property
+    def logs(self) -> Path:
+        return self.config.data_dir / "logs"
+
+
+@asynccontextmanager
+async def running_platform(config: PlatformConfig, say: Callable[[str], None]) -> AsyncIterator[Platform]:
+    """Start everything, yield when requests can be served, and leave nothing behind.
+
+    Raises InvalidRequest when the data directory is in use, Fault when a part does not come up.
+    """
+    platform = Platform(config)
+    with _data_dir_lock(config.data_dir):
+        sockets = short_runtime_dir(config.data_dir, "run")
+        shutil.rmtree(sockets, ignore_errors=True)
+        keepers: list[asyncio.Task[None]] = []
+        try:
+            await _start_all(platform, sockets, keepers, say)
+            yield platform
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            for child in reversed(platform.children):
+                await child.stop(grace_s=10.0)
+            shutil.rmtree(sockets, ignore_errors=True)
+
+
+async def _start_all(
+    platform: Platform, sockets: Path, keepers: list[asyncio.Task[None]], say: Callable[[str], None]
+) -> None:
+    config, data = platform.config, platform.config.data_dir
+    redis_url = config.redis_url
+    if redis_url is None:
+        socket = sockets / "valkey.sock"
+        redis_url = f"unix://{socket}"
+        store = Child("valkey", valkey_command(data / "valkey", socket), platform.logs / "valkey.log")
+        await _start(platform, store, socket.exists)
+        say("valkey     up (append-only, embedded)")
+    token = _node_token(data)
+    url_file = sockets / "controller.url"
+    sockets.mkdir(parents=True, exist_ok=True)
+    python = [sys.executable, "-m"]
+    controller = Child(
+        "controller",
+        [*python, "nearline.controller", "--host", config.host, "--port", str(config.port), "--redis", redis_url,
+         "--data-dir", str(data / "controller"), "--node-token-file", str(token), "--url-file", str(url_file),
+         *config.controller_args],
+        platform.logs / "controller.log",
+    )  # fmt: skip
+    await _start(platform, controller, lambda: url_file.exists() and bool(url_file.read_text().strip()))
+    platform.url = url_file.read_text().strip()
+    # A restarted controller must come back where its clients and agents look for it.
+    controller.command[controller.command.index("--port") + 1] = platform.url.rsplit(":", 1)[1]
+    say(f"controller up at {platform.url}")
+    agent = Child(
+        "node_agent",
+        [*python, "nearline.node_agent", "--controller", platform.url, "--data-dir", str(data / "node"),
+         "--token-file", str(token), *config.agent_args],
+        platform.logs / "node_agent.log",
+    )  # fmt: skip
+    await _start(platform, agent, lambda: True)
+    keepers += [asyncio.create_task(child.keep_running(_restart_notice(say))) for child in platform.children]
+
+
+def _restart_notice(say: Callable[[str], None]) -> Callable[[Child], None]:
+    return lambda child: say(f"{child.name} ended; starting it again")
+
+
+async def _start(platform: Platform, child: Child, is_up: Callable[[], bool]) -> None:
+    platform.children.append(child)
+    await child.start()
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not is_up():
+                if not child.is_running:
+                    raise Fault(f"{child.name} did not start:\n{child.log_tail()}")
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise Fault(f"{child.name} did not come up in {START_TIMEOUT_S:.0f} s; see {child.log}") from None
+
+
+@contextlib.contextmanager
+def _data_dir_lock(data_dir: Path) -> Iterator[TextIO]:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        lock = (data_dir / "up.lock").open("a+")
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot use data directory {data_dir}: {error.strerror}; choose another with --data-dir"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise InvalidRequest(
+                f"{data_dir} is in use by another `nearline up` (pid {owner}); stop it or choose another --data-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield lock
+
+
+def _node_token(data_dir: Path) -> Path:
+    """The secret agents show the controller: made once per data directory, readable by its owner alone."""
+    path = data_dir / "node.token"
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(32))
+    return path

@@ -1,0 +1,87 @@
+"""Child processes that must not outlive us and must come back when they fall."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+MAX_BACKOFF_S = 10.0
+STABLE_AFTER_S = 30.0
+"""A child that ran this long before it died starts again at once; one that dies sooner waits longer each time."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent thread ends, even by kill -9. Runs between fork and exec."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised command. `log` receives both of its output streams."""
+
+    name: str
+    command: list[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: asyncio.subprocess.Process | None = None
+    num_restarts: int = 0
+
+    async def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self.environment},
+                start_new_session=True,  # Ctrl-C reaches us alone; we stop the children in order
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    async def keep_running(self, on_restart: Callable[["Child"], None]) -> None:
+        """Restart the child whenever it ends, with growing pauses while it keeps falling. Runs until cancelled."""
+        backoff_s = 0.2
+        while True:
+            started_at = time.monotonic()
+            assert self.process is not None
+            await self.process.wait()
+            backoff_s = 0.2 if time.monotonic() - started_at > STABLE_AFTER_S else min(MAX_BACKOFF_S, backoff_s * 2)
+            self.num_restarts += 1
+            on_restart(self)
+            await asyncio.sleep(backoff_s)
+            await self.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, wait, then SIGKILL."""
+        if not self.is_running or self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    def log_tail(self, num_lines: int = 8) -> str:
+        """The last lines the child wrote, for an error message."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-num_lines:])

@@ -36,8 +36,9 @@ def rope_(q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor, cos_sin_SR: Tensor)
     cos, sin = rows[..., :half], rows[..., half:]
     for x in (q_THD, k_TKD):
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., :half].copy_(first * cos - second * sin)
-        x[..., half : 2 * half].copy_(second * cos + first * sin)
+        turned = first * cos - second * sin, second * cos + first * sin
+        x[..., :half].copy_(turned[0])
+        x[..., half : 2 * half].copy_(turned[1])
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor, slots_T: Tensor) -> None:

@@ -1,0 +1,31 @@
+"""The `nearline` command: which verbs there are. Each lives with its noun in commands/."""
+
+import typer
+
+from nearline.client.commands import demo, fleet, invoke, models, up
+
+app = typer.Typer(
+    name="nearline",
+    help="Serve many language models and LoRA adapters from few machines; idle ones cost only disk.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("up")(up.up)
+app.add_typer(models.model, name="model")
+app.add_typer(models.adapter, name="adapter")
+app.command("invoke")(invoke.invoke)
+app.add_typer(invoke.job, name="job")
+app.command("ps")(fleet.ps)
+app.command("nodes")(fleet.nodes)
+app.command("demo")(demo.demo)
+up.pass_through(app, {"controller": up.controller, "node": up.node, "replay": up.replay, "simulate": up.simulate})
+
+
+def main() -> None:
+    """Entry point of the `nearline` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""`nearline up`, `controller` and `node`: starting the platform, whole or in parts."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nearline.client.commands.options import fail, notices
+from nearline.client.config import DEFAULT_PORT, default_data_dir
+from nearline.client.functions import AsyncClient
+from nearline.client.platform import Platform, PlatformConfig, running_platform
+from nearline.protocol.errors import Fault, NearlineError
+
+READY_TIMEOUT_S = 120.0
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def up(
+    data_dir: Annotated[Path | None, typer.Option(help="Where everything is kept (NEARLINE_DATA).")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = DEFAULT_PORT,
+    redis: Annotated[
+        str | None, typer.Option(help="A Redis or Valkey URL; without one an embedded Valkey runs.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(help="Models that may run at once on each device.")] = None,
+    prewarm: Annotated[int | None, typer.Option(help="Engine processes kept ready for the next cold start.")] = None,
+    pool: Annotated[str | None, typer.Option(help="DRAM for checkpoints, such as 8GiB.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="NAME=KEY of a tenant; repeatable. None: open.")] = None,
+) -> None:
+    """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
+    agent_args: list[str] = []
+    for flag, value in (("--slots", slots), ("--prewarm", prewarm), ("--pool-bytes", pool)):
+        agent_args += [flag, str(value)] if value is not None else []
+    controller_args = [part for pair in api_key or [] for part in ("--api-key", pair)]
+    config = PlatformConfig(
+        data_dir=(data_dir or default_data_dir()).expanduser().resolve(),
+        host=host,
+        port=port,
+        redis_url=redis,
+        controller_args=tuple(controller_args),
+        agent_args=tuple(agent_args),
+    )
+    try:
+        asyncio.run(_up(config))
+    except NearlineError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+async def _up(config: PlatformConfig) -> None:
+    stopped = stop_signal()
+    async with running_platform(config, say) as platform:
+        await when_ready(platform, stopped)
+        if not stopped.is_set():
+            say(f"ready      {platform.url}   (data in {config.data_dir}; Ctrl-C stops everything)")
+        await stopped.wait()
+        say("stopping")
+
+
+def stop_signal() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    return stopped
+
+
+async def when_ready(platform: Platform, stopped: asyncio.Event | None = None) -> None:
+    """Return once requests can be served (or `stopped` is set). Raises Fault after READY_TIMEOUT_S."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + READY_TIMEOUT_S
+    async with AsyncClient(platform.url) as client:
+        while not (stopped and stopped.is_set()):
+            try:
+                if await client.admin.is_ready():
+                    return
+            except NearlineError as error:
+                if loop.time() > deadline:
+                    raise Fault(f"not ready after {READY_TIMEOUT_S:.0f} s ({error}); see {platform.logs}") from None
+            await asyncio.sleep(0.05)
+
+
+def say(line: str) -> None:
+    notices.print(f"[dim]·[/] {line}")
+
+
+def controller(context: typer.Context) -> None:
+    """Run a controller alone; its own --help lists its options."""
+    _become("nearline.controller", context.args)
+
+
+def node(context: typer.Context) -> None:
+    """Run a node agent alone; its own --help lists its options."""
+    _become("nearline.node_agent", context.args)
+
+
+def replay(context: typer.Context) -> None:
+    """Replay a controller's journal and explain what it decided."""
+    _become("nearline.controller.journal", context.args)
+
+
+def simulate(context: typer.Context) -> None:
+    """Run the controller's own policies on a trace in virtual time."""
+    _become("nearline.simulator", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def pass_through(app: typer.Typer, verbs: dict[str, Callable[..., Any]]) -> None:
+    """Add verbs that hand all their arguments to another process."""
+    for name, verb in verbs.items():
+        app.command(name, context_settings=PASS_THROUGH)(verb)

@@ -34,10 +34,11 @@ def nodes(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> Non
             return
         table = Table("NODE", "DEVICES", "SLOTS", "PRE-WARMED", "DRAM FREE", "SSD FREE", "SSD", "DRAM", box=None)
         for row in rows:
+            free = f"{megabytes(row['dram_free_bytes'])} of {megabytes(row['dram_pool_bytes'])}"
             rates = {tier: f"{megabytes(rate)}/s" for tier, rate in row["bandwidths"].items()}
             table.add_row(
                 row["id"], ", ".join(row["devices"]), f"{row['num_instances']}/{row['num_slots']}",
-                str(row["num_prewarmed"]), f"{megabytes(row['dram_free_bytes'])} of {megabytes(row['dram_pool_bytes'])}",
+                str(row["num_prewarmed"]), free,
                 megabytes(row["ssd_free_bytes"]), rates.get("ssd", "–"), rates.get("dram", "–"),
             )  # fmt: skip
         console.print(table if rows else "no nodes; start one with: nearline node --controller URL")

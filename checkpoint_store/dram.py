@@ -1,0 +1,297 @@
+"""Checkpoints in DRAM: leases, the reads they need and the frames they hold.
+
+Thread-safe. One lock guards the mind (`tiers.py`) and the book of leases; nothing is read, hashed or called back under
+it. Hands: which chunks go is the mind's decision, how bytes come is the reader's.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from nearline.checkpoint_store.lease import Lease, ReadStats
+from nearline.checkpoint_store.pool import FRAME_FAILED, FRAME_READING, FRAME_READY, DramPool
+from nearline.checkpoint_store.reader import ChunkRead, ChunkReader, ReadJob, Window
+from nearline.checkpoint_store.tiers import Admission, DramTier
+from nearline.checkpoint_store.types import DATA_ALIGNMENT, Manifest
+from nearline.checkpoint_store.weights_file import FileStamp
+from nearline.protocol import Bytes, Digest, Seconds, Tier
+from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ModelNotFound, NearlineError, OutOfMemory
+
+_DRAIN_TIMEOUT_S: Seconds = 1.0
+"""How long an acquire that does not fit waits for cancelled reads to end: they are about to free their frames."""
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A lease whose chunks are not all there."""
+
+    lease: Lease
+    started_at: Seconds
+    pending: set[int]
+    num_bytes: Bytes
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One known checkpoint and who uses it now. `verified` are chunks found right under `verified_stamp`."""
+
+    manifest: Manifest
+    path: Path
+    trusted_stamp: FileStamp | None
+    leases: list[Lease] = field(default_factory=list)
+    waiting: list[_Waiting] = field(default_factory=list)
+    jobs: list[ReadJob] = field(default_factory=list)
+    verified_stamp: FileStamp | None = None
+    verified: set[int] = field(default_factory=set)
+    failure: CheckpointCorrupt | None = None
+    on_gone: Callable[[], None] | None = None
+
+    def num_bytes_of(self, index: int) -> Bytes:
+        return min(self.manifest.chunk_bytes, self.manifest.num_bytes - index * self.manifest.chunk_bytes)
+
+
+Settled = list[tuple[_Waiting, ReadStats | NearlineError]]
+
+
+class DramCache:
+    """Leases on checkpoints in the pool. `on_trust(digest, stamp)` reports that a file's digests were all found right,
+    or with None that they were not; like every callback it runs without the lock."""
+
+    def __init__(
+        self,
+        pool: DramPool,
+        max_readers: int,
+        on_window: Window,
+        on_trust: Callable[[Digest, FileStamp | None], None],
+    ) -> None:
+        self.pool = pool
+        self._tier = DramTier(pool.layout.num_frames)
+        self._changed = threading.Condition()
+        self._entries: dict[Digest, _Entry] = {}
+        self._on_trust = on_trust
+        self._reader = ChunkReader(pool, max_readers, self._chunk_done, on_window)
+
+    def register(self, manifest: Manifest, path: Path, trusted_stamp: FileStamp | None) -> None:
+        """Make a checkpoint known; known already, it is only kept from being forgotten."""
+        with self._changed:
+            entry = self._entries.get(manifest.digest)
+            if entry is not None:
+                entry.on_gone = None
+                return
+            self._entries[manifest.digest] = _Entry(manifest, path, trusted_stamp)
+            self._tier.register(manifest.digest, manifest.num_bytes, manifest.chunk_bytes)
+
+    def forget(self, digest: Digest, on_gone: Callable[[], None]) -> bool:
+        """Forget a checkpoint now if nothing uses it (True); else when the last lease and read end, and call `on_gone`
+        then."""
+        with self._changed:
+            entry = self._entries[digest]
+            entry.on_gone = on_gone
+            return self._bury(entry) is not None
+
+    def trust(self, digest: Digest, stamp: FileStamp | None) -> None:
+        """Digests were checked elsewhere: reads of a file with this stamp need no check (None: all need it)."""
+        with self._changed:
+            if digest in self._entries:
+                self._entries[digest].trusted_stamp = stamp
+
+    def acquire(self, digest: Digest, is_urgent: bool) -> Lease:
+        """Pin a checkpoint and start reading what is missing. Raises ModelNotFound or OutOfMemory."""
+        now = time.monotonic()
+        with self._changed:
+            entry = self._entry(digest)
+            admission = self._pin(entry, now)
+            lease = Lease(digest, admission.frames, self._release)
+            entry.leases.append(lease)
+            pending = self._tier.pending(digest)
+            if admission.to_read:
+                self._submit(entry, admission, is_urgent)
+            if pending and is_urgent:
+                for job in entry.jobs:
+                    self._reader.promote(job)
+            failure = entry.failure if self._tier.has_failed(digest) else None
+            if pending and failure is None:
+                num_bytes = sum(map(entry.num_bytes_of, pending))
+                entry.waiting.append(_Waiting(lease, now, set(pending), num_bytes))
+        if admission.to_read:
+            log.info("checkpoint pinned", digest=digest, reason=admission.reason)
+        if failure is not None:
+            lease.done.set_exception(failure)
+        elif not pending:
+            lease.done.set_result(ReadStats(0.0, 0, Tier.DRAM))
+        return lease
+
+    def evict(self, digest: Digest) -> Bytes:
+        """Free an unpinned checkpoint's frames; return their bytes."""
+        with self._changed:
+            self._entry(digest)
+            return self._tier.evict(digest) * self.pool.layout.frame_bytes
+
+    def resident_bytes(self, digest: Digest) -> Bytes:
+        with self._changed:
+            return self._tier.resident_bytes(digest) if digest in self._entries else 0
+
+    def is_pinned(self, digest: Digest) -> bool:
+        with self._changed:
+            return digest in self._entries and self._tier.is_pinned(digest)
+
+    def free_bytes(self) -> Bytes:
+        """Bytes of frames that hold nothing."""
+        with self._changed:
+            return self._tier.num_free * self.pool.layout.frame_bytes
+
+    def queued_bytes(self) -> Bytes:
+        return self._reader.queued_bytes()
+
+    def check(self) -> None:
+        """Assert the invariants of the mind and of the book of leases."""
+        with self._changed:
+            self._tier.check()
+            for digest, entry in self._entries.items():
+                assert self._tier.is_pinned(digest) == bool(entry.leases)
+
+    def close(self) -> None:
+        """End the reading threads; leases that still wait fail with Cancelled. The pool stays open."""
+        self._reader.close()
+        with self._changed:
+            waiting = [w for entry in self._entries.values() for w in entry.waiting]
+            for entry in self._entries.values():
+                entry.waiting.clear()
+        _settle([(w, Cancelled(f"the store was closed while reading {w.lease.digest}")) for w in waiting])
+
+    # ---- under the lock ----
+
+    def _entry(self, digest: Digest) -> _Entry:
+        entry = self._entries.get(digest)
+        if entry is None or entry.on_gone is not None:
+            raise ModelNotFound(f"checkpoint {digest} is not in this node's store; import it first")
+        return entry
+
+    def _pin(self, entry: _Entry, now: Seconds) -> Admission:
+        frame_bytes, chunk_bytes = self.pool.layout.frame_bytes, entry.manifest.chunk_bytes
+        if chunk_bytes > frame_bytes or chunk_bytes % DATA_ALIGNMENT:
+            raise OutOfMemory(
+                f"checkpoint {entry.manifest.digest} has chunks of {chunk_bytes} bytes, pool frames hold "
+                f"{frame_bytes}; set frame_bytes to a multiple of 4096 that holds a chunk"
+            )
+        while True:
+            try:
+                return self._tier.pin(entry.manifest.digest, now)
+            except OutOfMemory:
+                deadline = now + _DRAIN_TIMEOUT_S - time.monotonic()
+                if not self._tier.num_draining or not self._changed.wait(deadline if deadline > 0 else 0):
+                    raise
+                self._entry(entry.manifest.digest)
+
+    def _submit(self, entry: _Entry, admission: Admission, is_urgent: bool) -> None:
+        entry.failure = None
+        manifest = entry.manifest
+        chunks = []
+        for index in admission.to_read:
+            frame = admission.frames[index]
+            self.pool.set_ready(frame, FRAME_READING)
+            offset, digest = index * manifest.chunk_bytes, manifest.chunk_digests[index]
+            chunks.append(ChunkRead(index, frame, offset, entry.num_bytes_of(index), digest))
+        job = ReadJob(manifest.digest, entry.path, manifest.num_bytes, chunks, entry.trusted_stamp, is_urgent)
+        entry.jobs = [j for j in entry.jobs if j.is_open] + [job]
+        self.pool.expect_use(max(admission.frames) + 1)
+        self._reader.submit(job)
+
+    def _cancel_jobs(self, entry: _Entry) -> list[ChunkRead]:
+        dropped = [chunk for job in entry.jobs for chunk in self._reader.cancel(job)]
+        entry.jobs = []
+        return dropped
+
+    def _bury(self, entry: _Entry) -> Callable[[], None] | None:
+        if entry.on_gone is None or not self._tier.forget(entry.manifest.digest):
+            return None
+        del self._entries[entry.manifest.digest]
+        return entry.on_gone
+
+    def _note_verified(self, entry: _Entry, job: ReadJob, index: int) -> FileStamp | None:
+        if not job.is_verifying or job.stamp is None:
+            return None
+        if entry.verified_stamp != job.stamp:
+            entry.verified_stamp, entry.verified = job.stamp, set()
+        entry.verified.add(index)
+        if len(entry.verified) < len(entry.manifest.chunk_digests):
+            return None
+        entry.trusted_stamp = job.stamp
+        return job.stamp
+
+    # ---- called by leases and reading threads ----
+
+    def _release(self, lease: Lease) -> None:
+        settled: Settled = []
+        with self._changed:
+            entry = self._entries.get(lease.digest)
+            if entry is None or lease not in entry.leases:
+                return
+            entry.leases.remove(lease)
+            for waiting in [w for w in entry.waiting if w.lease is lease]:
+                entry.waiting.remove(waiting)
+                settled.append((waiting, Cancelled(f"the lease on {lease.digest} was released while it was read")))
+            if self._tier.unpin(lease.digest):
+                self._tier.drop(lease.digest, [chunk.index for chunk in self._cancel_jobs(entry)])
+            gone = self._bury(entry)
+            self._changed.notify_all()
+        _settle(settled)
+        if gone:
+            gone()
+
+    def _chunk_done(self, job: ReadJob, chunk: ChunkRead, error: CheckpointCorrupt | None) -> None:
+        newly_trusted = None
+        with self._changed:
+            entry = self._entries[job.digest]
+            if error is None:
+                self.pool.set_ready(chunk.frame, FRAME_READY)
+                self._tier.finish(job.digest, chunk.index)
+                newly_trusted = self._note_verified(entry, job, chunk.index)
+                settled = _arrived(entry, chunk.index)
+            else:
+                settled = self._chunk_failed(entry, chunk, error)
+            gone = self._bury(entry)
+            self._changed.notify_all()
+        if error is not None:
+            log.error("checkpoint cannot be loaded", digest=job.digest, error=error.message)
+        if error is not None or newly_trusted is not None:
+            self._on_trust(job.digest, newly_trusted)
+        _settle(settled)
+        if gone:
+            gone()
+
+    def _chunk_failed(self, entry: _Entry, chunk: ChunkRead, error: CheckpointCorrupt) -> Settled:
+        # The rest of the file is not worth reading: every chunk still queued fails with this one.
+        failed = [chunk, *self._cancel_jobs(entry)]
+        for one in failed:
+            self.pool.set_ready(one.frame, FRAME_FAILED)
+        entry.trusted_stamp, entry.failure = None, error
+        entry.verified.clear()
+        self._tier.fail(entry.manifest.digest, [one.index for one in failed])
+        settled: Settled = [(waiting, error) for waiting in entry.waiting]
+        entry.waiting.clear()
+        return settled
+
+
+def _arrived(entry: _Entry, index: int) -> Settled:
+    settled: Settled = []
+    for waiting in list(entry.waiting):
+        waiting.pending.discard(index)
+        if not waiting.pending:
+            entry.waiting.remove(waiting)
+            elapsed_s = time.monotonic() - waiting.started_at
+            settled.append((waiting, ReadStats(elapsed_s, waiting.num_bytes, Tier.SSD)))
+    return settled
+
+
+def _settle(settled: Settled) -> None:
+    for waiting, outcome in settled:
+        if isinstance(outcome, ReadStats):
+            waiting.lease.done.set_result(outcome)
+        else:
+            waiting.lease.done.set_exception(outcome)

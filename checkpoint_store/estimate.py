@@ -1,0 +1,57 @@
+"""Seconds until a checkpoint's bytes are on the device, from where they are and how fast each tier has been. Pure.
+
+Source: [serverlessllm] 6.1: start-up time = queue on the storage link + bytes / bandwidth of the tier that holds them.
+We sum over tiers, because residency may be partial.
+"""
+
+import math
+from collections.abc import Mapping
+
+from nearline.protocol import Bytes, BytesPerSecond, Residency, Seconds, Tier, TierBandwidth
+
+SEED_BYTES_PER_S: dict[Tier, BytesPerSecond] = {Tier.REMOTE: 1e8, Tier.SSD: 1e9, Tier.DRAM: 1e10}
+"""What is assumed of a tier nobody has measured: a 1 Gbit/s link, a modest SSD, one memory channel's copy."""
+_HALF_WEIGHT_BYTES = 256 * 1024 * 1024
+"""An observation of this many bytes counts as much as everything before it."""
+_MIN_BYTES = 4 * 1024 * 1024
+"""Smaller observations measure latency, not bandwidth."""
+
+
+class Bandwidths:
+    """Exponentially weighted bandwidth of each tier; an observation weighs by the bytes it moved."""
+
+    def __init__(self) -> None:
+        self._rates = dict(SEED_BYTES_PER_S)
+        self._measured: dict[Tier, bool] = dict.fromkeys(SEED_BYTES_PER_S, False)
+
+    def observe(self, tier: Tier, num_bytes: Bytes, seconds: Seconds) -> None:
+        """Take one measurement. The first real one replaces the assumed value."""
+        if num_bytes < _MIN_BYTES or seconds <= 0:
+            return
+        rate = num_bytes / seconds
+        weight = 1.0 - math.pow(0.5, num_bytes / _HALF_WEIGHT_BYTES) if self._measured[tier] else 1.0
+        self._rates[tier] += weight * (rate - self._rates[tier])
+        self._measured[tier] = True
+
+    def is_measured(self, tier: Tier) -> bool:
+        return self._measured[tier]
+
+    def __getitem__(self, tier: Tier) -> BytesPerSecond:
+        return self._rates[tier]
+
+    def as_tuple(self) -> tuple[TierBandwidth, ...]:
+        return tuple(TierBandwidth(tier, rate) for tier, rate in self._rates.items())
+
+
+def load_s(
+    residency: Residency, bandwidths: Mapping[Tier, BytesPerSecond] | Bandwidths, queued_bytes: Bytes
+) -> Seconds:
+    """Estimate the seconds from now until all bytes of a checkpoint have reached the device.
+
+    `queued_bytes` stand ahead of it on the storage link; they delay it only if it needs that link.
+    """
+    in_dram = residency.dram_bytes
+    on_ssd = max(residency.ssd_bytes - in_dram, 0)
+    remote = max(residency.num_bytes - max(residency.ssd_bytes, in_dram), 0)
+    queue_s = queued_bytes / bandwidths[Tier.SSD] if on_ssd or remote else 0.0
+    return queue_s + remote / bandwidths[Tier.REMOTE] + on_ssd / bandwidths[Tier.SSD] + in_dram / bandwidths[Tier.DRAM]

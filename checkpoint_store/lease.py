@@ -1,0 +1,47 @@
+"""A hold on one checkpoint in DRAM, and what bringing it there took."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+
+from nearline.protocol import Bytes, Digest, Seconds, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What one lease waited for: bytes that were not in DRAM when it began, the tier that held them, and how long.
+
+    All in DRAM: zero bytes, zero seconds, tier DRAM. `num_bytes` includes chunks another lease was already reading.
+    """
+
+    seconds: Seconds
+    num_bytes: Bytes
+    tier: Tier
+
+
+class Lease:
+    """Pins a checkpoint's frames until `release`. `frames[i]` holds chunk i as soon as its ready byte is 1.
+
+    `done` ends when every chunk is there, or fails with CheckpointCorrupt, or with Cancelled after an early release.
+    Its callbacks may run in a reading thread.
+    """
+
+    def __init__(self, digest: Digest, frames: tuple[int, ...], release: Callable[["Lease"], None]) -> None:
+        self.digest = digest
+        self.frames = frames
+        self.done: Future[ReadStats] = Future()
+        self.done.set_running_or_notify_cancel()  # an asyncio waiter that is cancelled must not cancel the read
+        self._release = release
+
+    def release(self) -> None:
+        """Give the pin back; reads that only this lease wanted are cancelled. Idempotent."""
+        self._release(self)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,224 @@
+"""Threads that read chunks from disk into pool frames, and check their digests when asked.
+
+Knows files and frames; who wants a chunk and why is the store's business. Jobs that somebody waits for come first, and
+within a job chunks are taken in order by whichever thread is free, so they finish in order.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import xxhash
+
+from nearline.checkpoint_store.depth import ReaderDepth
+from nearline.checkpoint_store.pool import DramPool
+from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile
+from nearline.protocol import Bytes, Digest, Seconds
+from nearline.protocol.errors import CheckpointCorrupt
+
+_WINDOW_CHUNKS = 16
+"""Chunks per bandwidth measurement."""
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """Bring file bytes [offset, offset + num_bytes) into `frame`."""
+
+    index: int
+    frame: int
+    offset: Bytes
+    num_bytes: Bytes
+    digest: str
+
+
+class ReadJob:
+    """Some chunks of one checkpoint to read, in order. Digests are checked unless the file still carries the stamp
+    under which they were checked before."""
+
+    def __init__(
+        self,
+        digest: Digest,
+        path: Path,
+        file_bytes: Bytes,
+        chunks: Iterable[ChunkRead],
+        trusted_stamp: FileStamp | None,
+        is_urgent: bool,
+    ) -> None:
+        self.digest = digest
+        self.path = path
+        self.file_bytes = file_bytes
+        self.queue = deque(chunks)
+        self.trusted_stamp = trusted_stamp
+        self.is_urgent = is_urgent
+        self.num_active = 0
+        self.is_open = True
+        self._file: WeightsFile | None = None
+        self._file_lock = threading.Lock()
+
+    @property
+    def stamp(self) -> FileStamp | None:
+        """Stamp of the file as opened; None before the first read or when opening failed."""
+        return self._file.stamp if self._file else None
+
+    @property
+    def is_verifying(self) -> bool:
+        return self.stamp is None or self.stamp != self.trusted_stamp
+
+    def file(self) -> WeightsFile:
+        with self._file_lock:
+            if self._file is None:
+                self._file = WeightsFile(self.path, self.file_bytes)
+            return self._file
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._file is not None:
+            self._file.close()
+
+
+ChunkDone = Callable[[ReadJob, ChunkRead, CheckpointCorrupt | None], None]
+Window = Callable[[Bytes, Seconds], None]
+
+
+class ChunkReader:
+    """Owns the reading threads. `on_chunk` is called for every chunk started, exactly once, from a reading thread and
+    without a lock held; `on_window` gets bytes and seconds of busy reading, for the estimate."""
+
+    def __init__(self, pool: DramPool, max_readers: int, on_chunk: ChunkDone, on_window: Window) -> None:
+        self._pool = pool
+        self._on_chunk = on_chunk
+        self._on_window = on_window
+        self._depth = ReaderDepth(max_readers)
+        self._wake = threading.Condition()
+        self._jobs: list[ReadJob] = []
+        self._is_closed = False
+        self._num_active = 0
+        self._window_started_at = 0.0
+        self._window_bytes = 0
+        self._window_chunks = 0
+        self._threads = [
+            threading.Thread(target=self._work, args=(i,), name=f"nearline-read-{i}", daemon=True)
+            for i in range(max_readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: ReadJob) -> None:
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify_all()
+
+    def promote(self, job: ReadJob) -> None:
+        """Somebody waits for this job now: read it before those nobody waits for."""
+        with self._wake:
+            job.is_urgent = True
+
+    def cancel(self, job: ReadJob) -> list[ChunkRead]:
+        """Take back the chunks that have not been started and return them; those being read still report."""
+        with self._wake:
+            dropped = list(job.queue)
+            job.queue.clear()
+            if not job.num_active:
+                self._retire(job)
+            return dropped
+
+    def queued_bytes(self) -> Bytes:
+        """Bytes that wait for the disk ahead of a job submitted now."""
+        with self._wake:
+            return sum(chunk.num_bytes for job in self._jobs for chunk in job.queue)
+
+    def close(self) -> None:
+        """Drop what is queued, let running reads finish and end the threads."""
+        with self._wake:
+            self._is_closed = True
+            for job in list(self._jobs):
+                job.queue.clear()
+                if not job.num_active:
+                    self._retire(job)
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._is_closed or self._has_work(number))
+                if self._is_closed:
+                    return
+                job = self._next_job()
+                chunk = job.queue.popleft()
+                job.num_active += 1
+                self._enter()
+            error = self._read(job, chunk)
+            self._on_chunk(job, chunk, error)
+            with self._wake:
+                job.num_active -= 1
+                if not job.queue and not job.num_active:
+                    self._retire(job)
+                window = self._leave(0 if error else chunk.num_bytes)
+            if window:
+                self._on_window(*window)
+
+    def _has_work(self, number: int) -> bool:
+        return number < self._depth.num_readers and any(job.queue for job in self._jobs)
+
+    def _next_job(self) -> ReadJob:
+        with_chunks = [job for job in self._jobs if job.queue]
+        return next((job for job in with_chunks if job.is_urgent), with_chunks[0])
+
+    def _retire(self, job: ReadJob) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+            job.close()
+
+    def _read(self, job: ReadJob, chunk: ChunkRead) -> CheckpointCorrupt | None:
+        try:
+            with self._pool.frame(chunk.frame) as frame, frame[: chunk.num_bytes] as view:
+                job.file().read_into(view, chunk.offset)
+                if job.is_verifying:
+                    check_digest(view, chunk.digest, f"{job.path}: chunk {chunk.index} (byte {chunk.offset})")
+        except CheckpointCorrupt as error:
+            return error
+        except Exception as error:  # a reading thread must outlive any surprise, and the lease must hear of it
+            log.exception("reading a chunk failed", path=str(job.path), chunk=chunk.index)
+            return CheckpointCorrupt(f"{job.path}: chunk {chunk.index} cannot be read ({error})")
+        return None
+
+    def _enter(self) -> None:
+        if self._num_active == 0:
+            self._start_window()
+        self._num_active += 1
+
+    def _start_window(self) -> None:
+        self._window_started_at = time.monotonic()
+        self._window_bytes = self._window_chunks = 0
+
+    def _leave(self, num_bytes: Bytes) -> tuple[Bytes, Seconds] | None:
+        self._num_active -= 1
+        self._window_bytes += num_bytes
+        self._window_chunks += 1
+        is_idle = self._num_active == 0 and not any(job.queue for job in self._jobs)
+        is_full = self._window_chunks >= _WINDOW_CHUNKS
+        if not (is_full or is_idle) or not self._window_bytes:
+            return None
+        window = self._window_bytes, max(time.monotonic() - self._window_started_at, 1e-9)
+        if is_full:
+            before = self._depth.num_readers
+            if self._depth.observe(window[0] / window[1]) > before:
+                self._wake.notify_all()
+        self._start_window()
+        return window
+
+
+def check_digest(view: memoryview, expected: str, what: str) -> None:
+    """Compare bytes with their xxh3-128. Raises CheckpointCorrupt naming `what` and both digests."""
+    actual = xxhash.xxh3_128_hexdigest(view)
+    if actual != expected:
+        raise CheckpointCorrupt(
+            f"{what} has digest {actual}, its manifest says {expected}: the bytes were altered; import it again"
+        )

@@ -1,0 +1,101 @@
+"""Reads byte ranges of one weights file into memory: direct where the file system allows it, buffered elsewhere.
+
+Knows what a vanished, shortened or unreadable file looks like: a read fills its buffer or raises, it never leaves
+zeros.
+"""
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from nearline.checkpoint_store.types import DATA_ALIGNMENT
+from nearline.protocol import Bytes
+from nearline.protocol.errors import CheckpointCorrupt
+
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What changes when a file is replaced or rewritten; equal stamps mean the bytes we verified are still there."""
+
+    num_bytes: Bytes
+    mtime_ns: int
+    inode: int
+
+
+class WeightsFile:
+    """An open weights file of known size. Safe to use from several threads until `close`."""
+
+    def __init__(self, path: Path, num_bytes: Bytes) -> None:
+        """Open `path`. Raises CheckpointCorrupt if it is missing, unreadable or not of `num_bytes`."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CheckpointCorrupt(f"{path} has vanished; import the checkpoint again") from None
+        except OSError as error:
+            raise CheckpointCorrupt(f"{path} cannot be opened ({error.strerror}); check the disk") from None
+        status = os.fstat(self._fd)
+        self.stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        if status.st_size != num_bytes:
+            os.close(self._fd)
+            raise CheckpointCorrupt(
+                f"{path} has {status.st_size} bytes, its manifest says {num_bytes}; import the checkpoint again"
+            )
+        self._direct_fd = self._open_direct()
+        self.is_direct = self._direct_fd is not None
+
+    def read_into(self, view: memoryview, offset: Bytes) -> None:
+        """Fill `view` from `offset`. Direct I/O needs both on 4096-byte boundaries; the tail is read buffered.
+
+        Raises CheckpointCorrupt when the file ends early or cannot be read.
+        """
+        try:
+            done = self._read_direct(view, offset) if self.is_direct else 0
+            while done < len(view):
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+                if count == 0:
+                    raise CheckpointCorrupt(
+                        f"{self.path} ends at byte {offset + done}, expected {self.stamp.num_bytes} bytes: "
+                        "it was truncated after registration; import the checkpoint again"
+                    )
+                done += count
+        except OSError as error:
+            message = f"{self.path} cannot be read at byte {offset} ({error.strerror}); check the disk, import again"
+            raise CheckpointCorrupt(message) from None
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
+
+    def _open_direct(self) -> int | None:
+        # Reopening through /proc gives the very same file even if the path was replaced meanwhile.
+        try:
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            log.info("direct I/O refused, reading buffered", path=str(self.path), error=error.strerror)
+            return None
+
+    def _read_direct(self, view: memoryview, offset: Bytes) -> Bytes:
+        assert self._direct_fd is not None
+        length = len(view) // DATA_ALIGNMENT * DATA_ALIGNMENT
+        done = 0
+        while done < length and done % DATA_ALIGNMENT == 0:
+            try:
+                count = os.preadv(self._direct_fd, [view[done:length]], offset + done)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                self.is_direct = False
+                log.info("direct read refused, reading buffered", path=str(self.path), error=error.strerror)
+                return done
+            if count == 0:
+                break
+            done += count
+        return done

@@ -60,7 +60,7 @@ async def _demo(examples: Path, gguf: Path | None, data_dir: Path, keep: bool) -
 
 
 async def _acts(examples: Path, gguf: Path | None, data_dir: Path, keep: bool, stopped: asyncio.Event) -> None:
-    path: Path = gguf or await asyncio.to_thread(_fetch, examples)
+    path = gguf if gguf is not None else await asyncio.to_thread(_fetch, examples)
     config = PlatformConfig(data_dir=data_dir, port=0)
     async with _narrated_platform(config) as platform, AsyncClient(platform.url) as client:
         await _import_model(client, path)

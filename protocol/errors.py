@@ -10,7 +10,7 @@ NearlineError
 │   └── NotFound → ModelNotFound, JobNotFound
 ├── Busy                      load; a retry may help
 │   ├── Overloaded, RateLimited, StartTimeout
-│   └── SloUnattainable         a retry cannot help before the deadline
+│   └── SloUnattainable, DeadlineExceeded   a retry cannot help before the deadline
 └── Fault                     ours
     └── InstanceFailed, NodeLost, OutOfMemory, StorageFull, StateUnavailable, Cancelled
 
@@ -92,6 +92,9 @@ class StartTimeout(Busy): ...
 class SloUnattainable(Busy): ...
 
 
+class DeadlineExceeded(Busy): ...
+
+
 class Fault(NearlineError): ...
 
 
@@ -145,6 +148,7 @@ ERRORS: dict[type[NearlineError], ErrorRow] = {
     RateLimited: ErrorRow("rate_limit_exceeded", 429, _BUSY, True),
     StartTimeout: ErrorRow("start_timeout", 503, _OURS, True),
     SloUnattainable: ErrorRow("slo_unattainable", 503, _OURS, False),
+    DeadlineExceeded: ErrorRow("deadline_exceeded", 504, _OURS, False),
     Fault: ErrorRow("fault", 500, _OURS, True),
     InstanceFailed: ErrorRow("instance_failed", 500, _OURS, True),
     NodeLost: ErrorRow("node_lost", 503, _OURS, True),

@@ -1,0 +1,84 @@
+"""What to do: the only output of ControllerCore. Every action says why in `reason`; outcomes come back as events."""
+
+from dataclasses import dataclass
+
+from nearline.protocol import Digest, InstanceId, InstanceSpec, NodeId, RequestId, Seconds
+from nearline.protocol.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the request to an instance as attempt number `attempt` (from 1), with the tokens it already has."""
+
+    request_id: RequestId
+    instance_id: InstanceId
+    node_id: NodeId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSequence:
+    """Tell the instance to forget this request."""
+
+    request_id: RequestId
+    instance_id: InstanceId
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """End the request with an error. It is the request's last action."""
+
+    request_id: RequestId
+    error: ErrorInfo
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureInstance:
+    """Run an instance on a node. `estimate_s` is how long its start should take, to be compared with the outcome."""
+
+    spec: InstanceSpec
+    node_id: NodeId
+    estimate_s: Seconds
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopInstance:
+    """Drain an instance for at most `drain_s`, then stop it."""
+
+    instance_id: InstanceId
+    node_id: NodeId
+    drain_s: Seconds
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """Read a checkpoint into a node's DRAM while its slot is still being freed."""
+
+    node_id: NodeId
+    digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteCheckpoint:
+    """No registered model or adapter refers to these bytes any more, and no request waits for them."""
+
+    digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send Woke at this instant. Replaces every earlier WakeAt."""
+
+    at: Seconds
+    reason: str
+
+
+Action = Dispatch | AbortSequence | Reject | EnsureInstance | StopInstance | Preload | DeleteCheckpoint | WakeAt

@@ -1,0 +1,61 @@
+"""The numbers the controller's minds decide with. Frozen; the hands resolve files, flags and environment into it."""
+
+from dataclasses import dataclass
+
+from nearline.protocol import Seconds, Slo, SloClass
+
+CLASS_TARGET_S: dict[SloClass, Seconds] = {
+    SloClass.INTERACTIVE: 20.0,
+    SloClass.BATCH_1M: 60.0,
+    SloClass.BATCH_1H: 3600.0,
+}
+"""Time to first token that a class promises when the request names none. Source: [qlm] evaluation, classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """Limits and time constants of ControllerCore. Durations in seconds."""
+
+    epoch: str = "0"
+    """Prefix of every id this core makes; unique per start of a controller, so that ids are never used twice."""
+    dispatch_headroom: int = 2
+    """Requests an instance may hold beyond `max_running`, so that a freed place is filled within a step. >= 0."""
+    max_held_per_model: int = 1024
+    """Requests of one model that may wait undispatched; one more is refused with `overloaded`. >= 1."""
+    max_held_total: int = 8192
+    """The same over all models. >= 1."""
+    start_timeout_s: Seconds = 600.0
+    """Longest time a request waits for an instance before it is refused with `start_timeout`. > 0."""
+    unplaceable_timeout_s: Seconds = 30.0
+    """Longest time requests wait while no connected node could serve their model at all. >= 0."""
+    max_wait_fraction: float = 0.5
+    """Part of its class's target that a model without a slot waits before a busy instance is drained for it. > 0."""
+    residence_factor: float = 4.0
+    """An instance keeps its slot for this many times its own start (at most one wait bound): swaps stay rare. >= 0."""
+    swap_drain_s: Seconds = 30.0
+    """Longest time running sequences may go on once their instance gives up its slot; then they move. >= 0."""
+    stop_drain_s: Seconds = 30.0
+    """The same for instances stopped because they are idle or their model was removed. >= 0."""
+    stop_timeout_s: Seconds = 15.0
+    """Time past its drain after which an instance that still exists is told again to stop, at once. > 0."""
+    stop_s: Seconds = 0.1
+    """Estimate of the time in which an idle instance gives up its slot. >= 0."""
+    node_grace_s: Seconds = 1.0
+    """Time a node may be away before its instances count as lost. >= 0."""
+    max_start_failures: int = 3
+    """Failed starts in a row after which the waiting requests get the instance's error. >= 1."""
+    start_backoff_s: Seconds = 0.5
+    """Pause after a failed start; doubles with each further one. > 0."""
+    start_backoff_max_s: Seconds = 30.0
+    """Upper bound of that pause. > 0."""
+    max_losses: int = 25
+    """Times one request may lose its instance, for any cause, before it fails. >= 1."""
+    max_fruitless_losses: int = 3
+    """Crashes in a row that a request may see without one new token: then it is the cause, and fails alone. >= 2."""
+    scale_out_factor: float = 1.0
+    """A further replica starts when more requests wait than this times what the replicas run at once. > 0."""
+
+
+def target_s(slo: Slo) -> Seconds:
+    """Time to first token this request was promised, from its arrival."""
+    return slo.ttft_s if slo.ttft_s is not None else CLASS_TARGET_S[slo.slo_class]

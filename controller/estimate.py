@@ -1,0 +1,64 @@
+"""How long things will take: starting a model on a node, and the wait worth naming in Retry-After. Pure."""
+
+from dataclasses import dataclass
+
+from nearline.controller.policy.views import ModelView, NodeView
+from nearline.protocol import Bytes, Digest, Seconds, Tier
+
+FALLBACK_BYTES_PER_S = 500e6
+"""Assumed rate of a tier that a node reports bytes in but no bandwidth for: an ordinary SATA SSD."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartEstimate:
+    """Parts of one start-up time. `tier` is the farthest one that bytes must come from."""
+
+    queue_s: Seconds
+    read_s: Seconds
+    bind_s: Seconds
+    process_s: Seconds
+    tier: Tier
+
+    @property
+    def total_s(self) -> Seconds:
+        return self.queue_s + self.read_s + self.bind_s + self.process_s
+
+
+def startup(node: NodeView, digest: Digest, num_bytes: Bytes, now: Seconds) -> StartEstimate:
+    """Estimate the start of a checkpoint on a node, as if a slot were free.
+
+    Reads on one node are serialised, so a read waits for those before it; bytes in DRAM wait for nobody.
+    Source: [serverlessllm] start-up time estimation: queue + bytes / bandwidth; we sum over tiers and add bind time.
+    """
+    dram, ssd, remote = bytes_by_tier(node, digest, num_bytes)
+    has_dram_rate = node.bandwidth(Tier.DRAM) > 0
+    read_s = dram / node.bandwidth(Tier.DRAM) if has_dram_rate else 0.0
+    read_s += ssd / _rate(node, Tier.SSD) + remote / _rate(node, Tier.REMOTE)
+    is_far = ssd + remote > 0
+    queue_s = max(0.0, node.storage_free_at - now) if is_far else 0.0
+    num_unseen = sum(not i.is_acknowledged for i in node.instances.values())
+    process_s = 0.0 if node.report.num_prewarmed > num_unseen else node.report.process_s
+    tier = Tier.REMOTE if remote else Tier.SSD if ssd else Tier.DRAM
+    return StartEstimate(queue_s, read_s, node.report.bind_s, process_s, tier)
+
+
+def bytes_by_tier(node: NodeView, digest: Digest, num_bytes: Bytes) -> tuple[Bytes, Bytes, Bytes]:
+    """Split a checkpoint into the bytes a start would take from DRAM, from SSD and from elsewhere."""
+    row = node.residency.get(digest)
+    dram = min(num_bytes, row.dram_bytes) if row else 0
+    stored = min(num_bytes, max(dram, row.ssd_bytes)) if row else 0
+    return dram, stored - dram, num_bytes - stored
+
+
+def retry_after_s(model: ModelView) -> Seconds:
+    """Estimate when a refused caller should come back: the queue's length over the pace it is served at.
+
+    Units: whole seconds, from 1 to 60.
+    """
+    places = sum(i.max_running for i in model.instances.values() if i.is_usable)
+    wait_s = model.queue.num_waiting * model.service_s / max(1, places)
+    return float(min(60, max(1, round(wait_s))))
+
+
+def _rate(node: NodeView, tier: Tier) -> float:
+    return node.bandwidth(tier) or FALLBACK_BYTES_PER_S

@@ -1,0 +1,222 @@
+"""The life of a request: held, dispatched, lost and dispatched again, ended exactly once. Pure."""
+
+from nearline.controller.actions import AbortSequence, Dispatch, Reject
+from nearline.controller.agenda import Agenda
+from nearline.controller.config import CoreConfig
+from nearline.controller.estimate import retry_after_s
+from nearline.controller.events import RequestInfo, SequenceEnded
+from nearline.controller.policy import admission, dispatch
+from nearline.controller.queues import RequestRecord
+from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
+from nearline.protocol import FinishReason, RequestId, Seconds
+from nearline.protocol.errors import (
+    ERRORS,
+    DeadlineExceeded,
+    ErrorInfo,
+    InstanceFailed,
+    InvalidRequest,
+    NearlineError,
+    StartTimeout,
+)
+
+_SERVICE_WEIGHT = 0.1
+
+
+class RequestDesk:
+    """Owns every RequestRecord. A request is in one group or in one instance's `in_flight`, until it ends."""
+
+    def __init__(self, fleet: Fleet, config: CoreConfig, agenda: Agenda) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._agenda = agenda
+        self._num_arrivals = 0
+
+    def arrived(self, info: RequestInfo, now: Seconds) -> None:
+        """Hold a request for its model's current version, or reject it."""
+        fleet = self._fleet
+        if info.request_id in fleet.requests:
+            return
+        model = fleet.current_model(info.model_id)
+        adapter = None if info.adapter_id is None else fleet.adapters.get(info.adapter_id)
+        error = admission.refusal(info, model, adapter, fleet.num_waiting, self._config)
+        if error is not None or model is None:
+            refused = error or ErrorInfo.of(NearlineError("request refused"))
+            self._agenda.do(Reject(info.request_id, refused, f"not admitted: {refused.code}"))
+            return
+        self._num_arrivals += 1
+        request = RequestRecord(info, model.digest, self._num_arrivals, now, now)
+        fleet.requests[info.request_id] = request
+        self._hold(request, model, now)
+
+    def cancelled(self, request_id: RequestId, now: Seconds) -> None:
+        """End a request that nobody waits for any more; its place is free at once."""
+        request = self._fleet.requests.get(request_id)
+        if request is not None:
+            self._abort(request, "cancelled by the caller")
+            self._end(request, now)
+
+    def first_token(self, request_id: RequestId, attempt: int) -> None:
+        request = self._running(request_id, attempt)
+        if request is None or request.instance_id is None:
+            return
+        request.has_token = True
+        request.num_fruitless = 0
+        self._fleet.instances[request.instance_id].has_served = True
+        self._agenda.touch(self._fleet.model_of(request))
+
+    def sequence_ended(self, event: SequenceEnded, now: Seconds) -> None:
+        """End the request, or hold it again if its end was the instance's fault. Stale attempts change nothing."""
+        request = self._running(event.request_id, event.attempt)
+        if request is None or request.instance_id is None:
+            return
+        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            model = self._fleet.model_of(request)
+            model.service_s += _SERVICE_WEIGHT * (now - request.dispatched_at - model.service_s)
+            self._end(request, now)
+            return
+        is_stopping = self._fleet.instances[request.instance_id].is_stopping
+        error = event.error or ErrorInfo.of(InstanceFailed("the engine ended the sequence without saying why"))
+        if event.finish_reason is FinishReason.ERROR and not (is_stopping or _is_passing(error)):
+            self._reject(request, error, "the engine failed this request", now)
+        else:
+            self._lost(request, not is_stopping, error, now)
+
+    def expired(self, request_id: RequestId, now: Seconds) -> None:
+        """End a request whose deadline has passed, or that waited too long for an instance."""
+        request = self._fleet.requests.get(request_id)
+        if request is None:
+            return
+        model, deadline = self._fleet.model_of(request), request.deadline
+        if deadline is not None and now >= deadline:
+            done = f"after {now - request.arrived_at:.1f} s ({'running' if request.instance_id else 'waiting'})"
+            error = ErrorInfo.of(DeadlineExceeded(f"the request's deadline passed {done}; allow more time"))
+            self._abort(request, "deadline passed")
+            self._reject(request, error, "deadline passed", now)
+        elif request.instance_id is None and now >= request.queued_at + self._config.start_timeout_s:
+            text = f"no instance of {model.spec.model_id!r} could take the request in {self._config.start_timeout_s:g} s"
+            text += f" ({model.wait_reason})" if model.wait_reason else ""
+            error = ErrorInfo.of(StartTimeout(text, retry_after_s=retry_after_s(model)))
+            self._reject(request, error, "waited too long for an instance", now)
+        else:
+            self._set_timer(request)
+
+    def instance_lost(self, instance: InstanceRecord, is_crash: bool, error: ErrorInfo | None, now: Seconds) -> None:
+        """Hold everything that ran on an instance again: it died (`is_crash`), or its link or its slot is gone."""
+        cause = error or ErrorInfo.of(InstanceFailed(f"instance {instance.instance_id} stopped"))
+        for request in sorted(instance.in_flight.values(), key=lambda request: request.order):
+            self._lost(request, is_crash, cause, now)
+
+    def reject_waiting(self, model: ModelRecord, error: ErrorInfo, reason: str, now: Seconds) -> None:
+        for request in model.queue.requests():
+            self._reject(request, error, reason, now)
+
+    def dispatch(self, model: ModelRecord, now: Seconds) -> None:
+        """Send waiting requests to instances with places left, the one that is due first in front."""
+        while model.queue.num_waiting:
+            instances = [i for i in model.instances.values() if dispatch.has_room(i, self._config)]
+            if not instances or not self._dispatch_one(model, instances, now):
+                return
+
+    def _dispatch_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
+        for group in model.queue.ordered_groups():
+            request = group.head()
+            choice = dispatch.choose(instances, request, self._config)
+            if choice is not None:
+                self._send(request, self._fleet.instances[choice.instance_id], choice.reason, now)
+                return True
+            if dispatch.is_suspect(request, self._config):
+                return False  # younger requests wait until an instance is idle, or the suspect would starve
+        return False
+
+    def _send(self, request: RequestRecord, instance: InstanceRecord, reason: str, now: Seconds) -> None:
+        instance.model.queue.remove(request)
+        self._fleet.num_waiting -= 1
+        request.attempt += 1
+        request.instance_id = instance.instance_id
+        request.dispatched_at = now
+        request.has_token = False
+        instance.model.num_running += 1
+        instance.in_flight[request.info.request_id] = request
+        instance.idle_since = None
+        instance.remember(request)
+        self._set_timer(request)
+        args = (request.info.request_id, instance.instance_id, instance.node.node_id, request.attempt)
+        self._agenda.do(Dispatch(*args, reason))
+
+    def _lost(self, request: RequestRecord, is_crash: bool, cause: ErrorInfo, now: Seconds) -> None:
+        self._leave_instance(request, now)
+        request.num_losses += 1
+        if is_crash and not request.has_token:
+            request.num_fruitless += 1
+        model = self._fleet.model_of(request)
+        if request.num_fruitless >= self._config.max_fruitless_losses:
+            text = f"{request.num_fruitless} instances in a row died before this request's next token: {cause.message}"
+            self._reject(request, ErrorInfo.of(InstanceFailed(text)), "the request itself seems to be the cause", now)
+        elif request.num_losses >= self._config.max_losses:
+            text = f"the request lost its instance {request.num_losses} times: {cause.message}"
+            self._reject(request, ErrorInfo.of(InstanceFailed(text)), "lost too often", now)
+        else:
+            request.queued_at = now
+            self._hold(request, model, now)
+
+    def _hold(self, request: RequestRecord, model: ModelRecord, now: Seconds) -> None:
+        model.queue.push(request)
+        self._fleet.num_waiting += 1
+        model.refresh(now)
+        self._set_timer(request)
+        self._agenda.touch(model)
+
+    def _reject(self, request: RequestRecord, error: ErrorInfo, reason: str, now: Seconds) -> None:
+        self._agenda.do(Reject(request.info.request_id, error, reason))
+        self._end(request, now)
+
+    def _end(self, request: RequestRecord, now: Seconds) -> None:
+        model = self._fleet.model_of(request)
+        if request.instance_id is not None:
+            self._leave_instance(request, now)
+        elif request.info.request_id in model.queue.groups[request.group_key].waiting:
+            model.queue.remove(request)
+            self._fleet.num_waiting -= 1
+        del self._fleet.requests[request.info.request_id]
+        self._agenda.timers.drop(("request", request.info.request_id))
+        model.refresh(now)
+        self._agenda.touch(model)
+
+    def _leave_instance(self, request: RequestRecord, now: Seconds) -> None:
+        if request.instance_id is None:
+            return
+        model = self._fleet.model_of(request)
+        instance = model.instances[request.instance_id]
+        del instance.in_flight[request.info.request_id]
+        model.num_running -= 1
+        request.instance_id = None
+        self._agenda.touch(model)
+        if not instance.in_flight:
+            instance.idle_since = now
+            self._agenda.is_plan_due = True
+
+    def _abort(self, request: RequestRecord, reason: str) -> None:
+        if request.instance_id is not None:
+            instance = self._fleet.instances[request.instance_id]
+            args = (request.info.request_id, instance.instance_id, instance.node.node_id)
+            self._agenda.do(AbortSequence(*args, reason))
+
+    def _running(self, request_id: RequestId, attempt: int) -> RequestRecord | None:
+        request = self._fleet.requests.get(request_id)
+        return request if request and request.instance_id and request.attempt == attempt else None
+
+    def _set_timer(self, request: RequestRecord) -> None:
+        limits = [request.deadline] if request.deadline is not None else []
+        if request.instance_id is None:
+            limits.append(request.queued_at + self._config.start_timeout_s)
+        key = ("request", request.info.request_id)
+        if limits:
+            self._agenda.timers.set(key, min(limits))
+        else:
+            self._agenda.timers.drop(key)
+
+
+def _is_passing(error: ErrorInfo) -> bool:
+    """Whether another instance may do better: the fault lies with this one, not with the request."""
+    kind = type(error.exception())
+    return ERRORS[kind].is_retryable and not issubclass(kind, InvalidRequest)

@@ -1,0 +1,64 @@
+"""The tensors that keep keys and values, cut into blocks, and how many blocks a budget buys."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nearline.protocol import Bytes, DecoderSpec
+from nearline.protocol.errors import OutOfMemory
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> Bytes:
+    """Bytes that one block of `block_size` positions takes over all layers."""
+    return spec.kv_values_per_token * block_size * dtype.itemsize
+
+
+class KVCache:
+    """Per layer one tensor of keys and one of values, [N, K, P, D]; a block id means the same block in every layer.
+
+    Owns: its memory, until the last reference goes. On a CPU, pages are zero and get backed when first written.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        self._store = _zeros(shape, dtype, device)
+        self.layers: list[tuple[Tensor, Tensor]] = [(pair[0], pair[1]) for pair in self._store.unbind(0)]
+
+    @classmethod
+    def within(
+        cls, spec: DecoderSpec, kv_bytes: Bytes, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVCache":
+        """Make the largest cache that fits `kv_bytes`. Raises OutOfMemory if not even one block does."""
+        each = block_bytes(spec, block_size, dtype)
+        if kv_bytes < each:
+            raise OutOfMemory(
+                f"KV cache of {kv_bytes} bytes holds no block: {block_size} tokens of {spec.architecture} take "
+                f"{each} bytes; raise kv_bytes"
+            )
+        # No sequence needs positions beyond the context, but several sequences may be long: the budget decides.
+        return cls(spec, kv_bytes // each, block_size, dtype, device)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, as if all at once."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            self._store[:, :, list(destinations)] = self._store[:, :, list(sources)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are untouched pages, torch's are written: touching gigabytes would make a bind take seconds.
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,1 @@
+"""Decoders: weights and tokens in, hidden states and logits out. Knows nothing of sequences or requests."""

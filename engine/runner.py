@@ -1,0 +1,122 @@
+"""Runs one engine step on the device: pack, forward, sample. Owns the decoder, the KV cache and the adapters.
+
+One item's failure is that item's outcome; an exception inside a step is traced to its item by running each alone.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
+from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, KVCache
+from nearline.engine.models.decoder import Decoder
+from nearline.engine.models.layers import WeightReader, Weights, check_shapes
+from nearline.engine.models.lora import AdapterPool
+from nearline.engine.sampler import Sampler
+from nearline.engine.types import Batch, BatchItem, SampledToken
+from nearline.protocol import Bytes, DecoderSpec, RequestId
+from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Sizes and place of one bound model."""
+
+    kv_bytes: Bytes
+    """Budget of the KV cache; at least one block must fit."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Positions per block."""
+    device: str = "cpu"
+    """Torch's name of the device."""
+    dtype: torch.dtype | None = None
+    """Compute dtype; None: `compute_dtype` decides. Any other than the stored one copies every weight."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that `min_tokens` holds back."""
+
+
+class Runner:
+    """The hands of one bound engine. One thread calls `run`, one batch at a time.
+
+    `adapters` is its adapter pool; `failed` names the sequences of the last step that failed without an outcome.
+    """
+
+    def __init__(self, weights: Weights, spec: DecoderSpec, config: RunnerConfig) -> None:
+        """Make views and an empty cache without waiting for the weights' bytes.
+
+        Owns: the views, until it is dropped. Raises CheckpointCorrupt for tensors that are not the spec's,
+        OutOfMemory if the cache cannot hold one block.
+        """
+        check_shapes(spec, weights)
+        self.spec, self.config = spec, config
+        self._device = torch.device(config.device)
+        self.dtype = config.dtype or compute_dtype(weights, self._device)
+        self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
+        self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self._device)
+        self.adapters = AdapterPool(spec, self.dtype, self._device)
+        self.failed: list[tuple[RequestId, ErrorInfo]] = []
+        self._sampler = Sampler(config.eos_token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv.num_blocks
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[SampledToken]:
+        """Run a step and return one outcome per item with `is_sampled`, in the items' order.
+
+        Raises CheckpointCorrupt if the model's bytes are bad, and whatever went wrong in an item without outcome.
+        """
+        self.kv.copy_blocks(batch.block_copies)
+        order = adapter_order(batch.items)
+        items = [batch.items[i] for i in order]
+        outcomes = dict(zip([i for i in order if batch.items[i].is_sampled], self._run_isolated(items), strict=True))
+        return [outcomes[i] for i, item in enumerate(batch.items) if item.is_sampled]
+
+    def _run_isolated(self, items: Seq[BatchItem]) -> list[SampledToken]:
+        try:
+            return self._step(items)
+        except CheckpointCorrupt:
+            raise  # the fault of no item: the bytes of the model are bad
+        except Exception as error:
+            if len(items) == 1 and not items[0].is_sampled:
+                raise  # has no outcome to carry the error; the caller fails the item
+            if len(items) == 1:
+                return [SampledToken(0, error=ErrorInfo.of(error))]
+        # Writing the same keys and values again changes nothing, so every item may simply run once more, alone.
+        return [outcome for item in items for outcome in self._run_isolated([item])]
+
+    def hidden(self, items: Seq[BatchItem]) -> tuple[torch.Tensor, StepTensors]:
+        """Compute the final hidden state of every row of a step whose items are in adapter order.
+
+        Shapes: [T, M]; `decoder.logits` makes logits of any of them. Raises whatever is wrong with an item.
+        """
+        lora = self.adapters.plan(adapter_runs(items))
+        step = step_tensors(items, self.kv.block_size, self.spec.vocab_size, self._device)
+        self.decoder.reserve_positions(step.max_context_len)
+        hidden_TM = self.decoder.forward(step.token_ids_T, step.positions_T, step.slots_T, step.meta, self.kv, lora)
+        return hidden_TM, step
+
+    def _give_up(self, item: BatchItem, error: ErrorInfo) -> list[SampledToken]:
+        if item.is_sampled:
+            return [SampledToken(0, error=error)]
+        self.failed.append((item.sequence.request.request_id, error))
+        return []
+
+    def _step(self, items: Seq[BatchItem]) -> list[SampledToken]:
+        hidden_TM, step = self.hidden(items)
+        sampled = [item for item in items if item.is_sampled]
+        if not sampled:
+            return []
+        if len(sampled) != step.num_tokens:
+            hidden_TM = hidden_TM[step.sampled_S]
+        return self._sampler.sample(self.decoder.logits(hidden_TM), sampled)
+
+
+def compute_dtype(weights: Weights, device: torch.device) -> torch.dtype:
+    """Choose the dtype in which a checkpoint is computed: its own, except that a CPU computes fp16 in fp32.
+
+    fp16 matrix products on this class of CPU take 4 times as long as fp32's on 128 tokens, and fp32 is exact.
+    """
+    stored = weights.tensor("model.layers.0.self_attn.q_proj.weight").dtype
+    return torch.float32 if stored == torch.float16 and device.type == "cpu" else stored

@@ -106,7 +106,8 @@ class EngineCore:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # ended since the step was scheduled
             sequence.num_computed = item.start + item.num_tokens
-            self.blocks.publish(sequence, item.start)
+            if token is None or token.error is None:  # what failed is never reused
+                self.blocks.publish(sequence, item.start)
             if token is not None:
                 updates.append(self._append(sequence, token, now))
         return updates

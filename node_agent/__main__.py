@@ -1,0 +1,99 @@
+"""`python -m nearline.node_agent`: the command line of the node agent."""
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from nearline.node_agent.agent import run_agent
+from nearline.node_agent.config import NodeConfig, parse_bytes
+from nearline.protocol import Bytes
+from nearline.protocol.errors import NearlineError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the agent; returns the exit status. A failed start says why in one line."""
+    options = _parser().parse_args(arguments)
+    _configure_logging(options.json_logs)
+    try:
+        uvloop.run(run_agent(_config(options)))
+    except (NearlineError, OSError, ValueError) as error:
+        sys.stderr.write(f"nearline node: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nearline.node_agent", description="Serve models on this machine.")
+    add = parser.add_argument
+    add("--controller", required=True, metavar="URL", help="the controller, e.g. http://10.0.0.1:8080")
+    add("--data-dir", required=True, type=Path, help="checkpoints, logs and the node's name; one agent per directory")
+    add("--node-id", help="lasting name of this node (default: kept in the data directory, made up at first)")
+    add("--host", default="127.0.0.1", help="address of the node's own HTTP (0.0.0.0 for other machines)")
+    add("--port", type=int, default=0, help="port of the node's own HTTP (0: any free one)")
+    add("--pool-bytes", type=_size, metavar="SIZE", help="DRAM pool for checkpoints, e.g. 8GiB (default: 1/4 of RAM)")
+    add("--slots", type=int, help="instances per device (default: one per core, at most 8; one per GPU)")
+    add("--prewarm", type=int, metavar="N", help="idle engine processes kept per device (default: slots, at most 2)")
+    add("--kv-bytes", type=_size, metavar="SIZE", help="KV caches of all instances of a device (default: 1/8 of RAM)")
+    add("--max-running", type=int, default=32, help="sequences decoded at once per instance")
+    add("--token-file", type=Path, help="file with the cluster token (or set NEARLINE_CLUSTER_TOKEN)")
+    add("--engine-command", help="how to start engines, e.g. 'numactl -N0 python -m nearline.engine'")
+    add("--json-logs", action="store_true", help="one JSON object per log line")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> NodeConfig:
+    config = NodeConfig(
+        controller_url=options.controller,
+        data_dir=options.data_dir.expanduser().absolute(),
+        node_id=options.node_id,
+        host=options.host,
+        port=options.port,
+        pool_bytes=options.pool_bytes,
+        num_slots=options.slots,
+        num_prewarmed=options.prewarm,
+        kv_bytes=options.kv_bytes,
+        max_running=options.max_running,
+        token=_token(options.token_file),
+    )
+    if options.engine_command:
+        config = replace(config, engine_command=tuple(shlex.split(options.engine_command)))
+    return config
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get("NEARLINE_CLUSTER_TOKEN") or None
+    return path.read_text().strip() or None
+
+
+def _size(text: str) -> Bytes:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _configure_logging(is_json: bool) -> None:
+    renderer = structlog.processors.JSONRenderer() if is_json else structlog.dev.ConsoleRenderer(colors=False)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info if is_json else structlog.processors.StackInfoRenderer(),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

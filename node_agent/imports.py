@@ -1,0 +1,151 @@
+"""Imports of checkpoints: one subprocess each, few at a time, progress passed on, every one with an outcome."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain
+from nearline.protocol.errors import Cancelled, ErrorInfo, Fault
+from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
+
+MAX_RUNNING = 2
+KILL_AFTER_S: Seconds = 3.0
+MAX_LINE_BYTES = 4 * 1024 * 1024
+_STDERR_TAIL = 800
+log = structlog.get_logger()
+
+Key = tuple[CheckpointKind, str, Digest | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One source being imported, and the tasks that wait for it: two wishes for one source are one import."""
+
+    wish: ImportCheckpoint
+    tasks: dict[TaskId, None] = field(default_factory=dict)
+    runner: "asyncio.Task[None] | None" = None
+
+
+class Imports:
+    """Owns the import subprocesses. `send` passes messages to the controller, `adopt(digest)` tells the store."""
+
+    def __init__(self, root: Path, send: Callable[[object], None], adopt: Callable[[Digest], object]) -> None:
+        self._root = root
+        self._send = send
+        self._adopt = adopt
+        self._jobs: dict[Key, _Job] = {}
+        self._room = asyncio.Semaphore(MAX_RUNNING)
+
+    def start(self, wish: ImportCheckpoint) -> None:
+        """Begin, queue, or join the import of the same source that already runs."""
+        key = (wish.kind, wish.source, wish.base_digest)
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job(wish)
+            job.runner = asyncio.create_task(self._run(key, job), name=f"import-{wish.task_id}")
+        job.tasks[wish.task_id] = None
+
+    def cancel(self, task_id: TaskId) -> None:
+        """Leave an import; the last one to leave ends it."""
+        for key, job in list(self._jobs.items()):
+            if task_id in job.tasks:
+                del job.tasks[task_id]
+                self._send(ImportFailed(task_id, ErrorInfo.of(Cancelled(f"import of {job.wish.source} was cancelled"))))
+                if not job.tasks and job.runner:
+                    del self._jobs[key]
+                    job.runner.cancel()
+
+    async def close(self) -> None:
+        """End all imports and wait until their processes are gone."""
+        runners = [job.runner for job in self._jobs.values() if job.runner]
+        for runner in runners:
+            runner.cancel()
+        await asyncio.gather(*runners, return_exceptions=True)
+
+    async def _run(self, key: Key, job: _Job) -> None:
+        try:
+            self._tell(job, lambda task_id: ImportProgress(task_id, "queued", 0, 0))
+            async with self._room:
+                checkpoint = await self._import(job)
+            self._tell(job, lambda task_id: ImportFinished(task_id, checkpoint))
+        except Exception as error:
+            info = ErrorInfo.of(error)
+            log.warning("import failed", source=job.wish.source, code=info.code, error=info.message)
+            self._tell(job, lambda task_id: ImportFailed(task_id, info))
+        finally:
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
+
+    async def _import(self, job: _Job) -> CheckpointInfo:
+        wish = job.wish
+        command = [sys.executable, "-m", "nearline.checkpoint_store", "import", "--root", str(self._root)]
+        command += ["--kind", wish.kind.value, "--source", wish.source]
+        command += ["--base", wish.base_digest] if wish.base_digest else []
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,
+        )
+        try:
+            outcome, errors = await asyncio.gather(self._read_outcome(process, job), _tail(process.stderr))
+            code = await process.wait()
+        finally:
+            await _end(process)
+        if "checkpoint" in outcome:
+            checkpoint = from_plain(CheckpointInfo, outcome["checkpoint"])
+            await asyncio.to_thread(self._adopt, checkpoint.digest)
+            return checkpoint
+        if "error" in outcome:
+            raise from_plain(ErrorInfo, outcome["error"]).exception()
+        raise Fault(f"the import of {wish.source} ended without an outcome (exit {code}); last words: {errors!r}")
+
+    async def _read_outcome(self, process: asyncio.subprocess.Process, job: _Job) -> dict[str, Any]:
+        assert process.stdout is not None
+        outcome: dict[str, Any] = {}
+        async for line in process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            if not isinstance(said, dict):
+                continue
+            if "phase" not in said:
+                outcome = said
+                continue
+            for task_id in job.tasks:
+                self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
+        return outcome
+
+    def _tell(self, job: _Job, message: Callable[[TaskId], object]) -> None:
+        for task_id in job.tasks:
+            self._send(message(task_id))
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> str:
+    assert stream is not None
+    tail = b""
+    while data := await stream.read(65536):
+        tail = (tail + data)[-_STDERR_TAIL:]
+    return tail.decode(errors="replace").strip()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Terminate, then kill, a process that may have ended already; it is reaped even when we are cancelled."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(KILL_AFTER_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

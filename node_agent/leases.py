@@ -1,0 +1,92 @@
+"""The store's slow side in threads: pins held for instances, and the errands that read or remove bytes."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import structlog
+
+from nearline.checkpoint_store import CheckpointStore, Lease, ReadStats
+from nearline.node_agent import events as ev
+from nearline.protocol import Digest, InstanceId
+from nearline.protocol.errors import ErrorInfo, NearlineError
+
+log = structlog.get_logger()
+
+
+class Leases:
+    """Owns the leases of instances. Outcomes are posted as events, in the loop that made this object."""
+
+    def __init__(self, store: CheckpointStore, post: Callable[[ev.NodeEvent], None]) -> None:
+        self._store = store
+        self._post = post
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[InstanceId, Lease | None] = {}
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="nearline-store")
+
+    def acquire(self, instance_id: InstanceId, digest: Digest) -> None:
+        """Pin a checkpoint for an instance; LeaseAcquired or LeaseRefused, later LeaseFilled or LeaseBroken follow."""
+        self._held[instance_id] = None
+        future = self._loop.run_in_executor(self._threads, self._store.acquire, digest)
+        future.add_done_callback(lambda done: self._on_acquired(instance_id, done))
+
+    def release(self, instance_id: InstanceId) -> None:
+        """Unpin; a pin that is still being made is given back when it is there."""
+        lease = self._held.pop(instance_id, None)
+        if lease:
+            lease.release()
+
+    def frames(self, instance_id: InstanceId) -> tuple[int, ...]:
+        """Give the pool frames of an acquired lease, in order of chunks."""
+        lease = self._held[instance_id]
+        assert lease is not None, f"{instance_id} is bound before its lease is acquired"
+        return lease.frames
+
+    def run(self, what: str, function: Callable[..., Any], *arguments: Any) -> None:
+        """Do an errand in a thread; its failure is logged, nobody waits for it."""
+        future = self._loop.run_in_executor(self._threads, function, *arguments)
+        future.add_done_callback(lambda done: _log_failure(what, done))
+
+    def close(self) -> None:
+        """Release everything. Bound processes must be gone."""
+        self._threads.shutdown(cancel_futures=True)
+        for instance_id in list(self._held):
+            self.release(instance_id)
+
+    def _on_acquired(self, instance_id: InstanceId, done: "asyncio.Future[Lease]") -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            if self._held.pop(instance_id, "gone") != "gone":
+                self._post(ev.LeaseRefused(instance_id, ErrorInfo.of(error)))
+            return
+        lease = done.result()
+        if instance_id not in self._held:
+            lease.release()
+            return
+        self._held[instance_id] = lease
+        self._post(ev.LeaseAcquired(instance_id))
+        lease.done.add_done_callback(lambda read: self._on_read(instance_id, read))
+
+    def _on_read(self, instance_id: InstanceId, read: "Future[ReadStats]") -> None:
+        """Runs in a reading thread, or at once when all was in DRAM."""
+        error = read.exception()
+        if error is None:
+            stats = read.result()
+            event: ev.NodeEvent = ev.LeaseFilled(instance_id, stats.seconds, stats.num_bytes, stats.tier)
+        else:
+            event = ev.LeaseBroken(instance_id, ErrorInfo.of(error))
+        try:
+            self._loop.call_soon_threadsafe(self._post, event)
+        except RuntimeError:  # the loop has ended: the agent is going
+            pass
+
+
+def _log_failure(what: str, done: "asyncio.Future[Any]") -> None:
+    error = None if done.cancelled() else done.exception()
+    if isinstance(error, NearlineError):
+        log.warning(f"{what} failed", error=error.message, code=error.code)
+    elif error is not None:
+        log.error(f"{what} failed", exc_info=error)

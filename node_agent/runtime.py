@@ -1,0 +1,269 @@
+"""The agent at work: one task owns NodeCore, carries out what it decides and posts what came of it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from nearline.checkpoint_store import MANIFEST_NAME, CheckpointStore
+from nearline.node_agent import actions as act
+from nearline.node_agent import events as ev
+from nearline.node_agent.config import Hardware, NodeConfig, resolve
+from nearline.node_agent.core import NodeCore
+from nearline.node_agent.imports import Imports
+from nearline.node_agent.leases import Leases
+from nearline.node_agent.link import ControllerLink
+from nearline.node_agent.relay import Relay, RelayPorts
+from nearline.node_agent.supervisor import Supervisor, launches
+from nearline.node_agent.types import EngineId
+from nearline.protocol import CheckpointInfo, InstanceState, NodeId, NodeReport, Seconds
+from nearline.protocol import frames as fr
+from nearline.protocol.errors import NearlineError
+
+FIRST_REPORT_INTERVAL_S: Seconds = 1.0
+REPORT_SOON_S: Seconds = 0.1
+"""Changes within this time share one Report, so that reports keep out of the way of a start."""
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who this node is. `host` may be a wildcard: the link then says which address the controller reaches."""
+
+    node_id: NodeId
+    host: str
+    port: int
+
+    def http_url(self, local_host: str) -> str:
+        host = local_host if self.host in ("", "0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+class NodeRuntime:
+    """Owns the mind, the link, the engine processes, the leases and the imports, while `run` runs."""
+
+    def __init__(self, config: NodeConfig, hardware: Hardware, store: CheckpointStore, identity: NodeIdentity) -> None:
+        self._identity = identity
+        self._store = store
+        self._local_host = "127.0.0.1"
+        self._report_interval_s = FIRST_REPORT_INTERVAL_S
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reporting: asyncio.TimerHandle | None = None
+        self._core_config = resolve(config, hardware)
+        self._core = NodeCore(self._core_config)
+        self._leases = Leases(store, self._inbox.put_nowait)
+        pool = store.pool
+        self._supervisor = Supervisor(
+            launches(config, hardware, pool.fd, pool.ready_fd, pool.layout), self._on_frame, self._on_exit
+        )
+        post = self._inbox.put_nowait
+        self._link = ControllerLink(config.controller_url, config.token, self._hello, post, lambda: post(ev.LinkLost()))
+        ports = RelayPorts(
+            self._supervisor.send, self._link.send, store.directory, lambda instance_id: post(ev.Drained(instance_id))
+        )
+        self._relay = Relay(ports)
+        self._imports = Imports(config.data_dir / "store", self._send_import, store.adopt)
+        self._message_handlers = self._handlers_of_messages()
+        self._action_handlers = self._handlers_of_actions()
+
+    async def run(self) -> None:
+        """Work until cancelled, then end engines and imports and give every pin back."""
+        try:
+            self._inbox.put_nowait(ev.Woke())
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._link.run(), name="link")
+                group.create_task(self._report_forever(), name="report")
+                group.create_task(self._own(), name="owner")
+        finally:
+            for timer in (self._timer, self._reporting):
+                if timer:
+                    timer.cancel()
+            await asyncio.gather(self._supervisor.close(), self._imports.close())
+            self._leases.close()
+
+    def health(self) -> dict[str, Any]:
+        """Describe the node for GET /health."""
+        return {
+            "status": "ok",
+            "node_id": self._identity.node_id,
+            "is_linked": self._link.is_up,
+            "num_instances": len(self._core.statuses()),
+            "num_prewarmed": self._core.num_prewarmed,
+        }
+
+    async def _own(self) -> None:
+        while True:
+            item = await self._inbox.get()
+            handler = self._message_handlers.get(type(item))
+            if handler:
+                handler(item)
+            else:
+                self._decide(item)
+
+    def _decide(self, event: ev.NodeEvent) -> None:
+        for action in self._core.on(event, self._loop.time()):
+            self._action_handlers[type(action)](action)
+        if not isinstance(event, ev.Woke):
+            self._report_soon()
+
+    # ---- what comes in ----
+
+    def _handlers_of_messages(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            ev.EngineExited: self._engine_exited,
+            fr.Welcome: self._welcome,
+            fr.EnsureInstance: lambda m: self._decide(ev.EnsureWished(m.spec, self._checkpoint(m.spec.digest))),
+            fr.StopInstance: lambda m: self._decide(ev.StopWished(m.instance_id, m.drain_s)),
+            fr.Submit: self._submit,
+            fr.Abort: self._relay.abort,
+            fr.ImportCheckpoint: self._imports.start,
+            fr.CancelImport: lambda m: self._imports.cancel(m.task_id),
+            fr.DeleteCheckpoint: lambda m: self._decide(ev.DeleteWished(m.digest)),
+            fr.Preload: lambda m: self._leases.run("preload", self._store.preload, m.digest),
+            fr.EvictCheckpoint: lambda m: self._leases.run("evict", self._store.evict, m.digest),
+        }
+
+    def _engine_exited(self, event: ev.EngineExited) -> None:
+        self._decide(event)  # answers its sequences, so the relay forgets it only afterwards
+        self._relay.unbind(event.engine_id)
+
+    def _welcome(self, message: fr.Welcome) -> None:
+        self._report_interval_s = message.report_interval_s
+        log.info("welcomed", fencing_token=message.fencing_token, report_interval_s=message.report_interval_s)
+
+    def _submit(self, message: fr.Submit) -> None:
+        self._relay.submit(message, self._core.state(message.instance_id) is InstanceState.READY)
+
+    def _checkpoint(self, digest: Any) -> CheckpointInfo | None:
+        try:
+            return self._store.manifest(digest).info
+        except NearlineError:
+            return None
+
+    def _send_import(self, message: object) -> None:
+        self._link.send(message)
+        if isinstance(message, fr.ImportFinished):
+            self._report_soon()
+
+    # ---- what the mind decides ----
+
+    def _handlers_of_actions(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            act.StartEngine: self._start_engine,
+            act.BindEngine: self._bind_engine,
+            act.UnbindEngine: self._unbind_engine,
+            act.KillEngine: self._kill_engine,
+            act.AcquireCheckpoint: lambda a: self._leases.acquire(a.instance_id, a.digest),
+            act.ReleaseCheckpoint: lambda a: self._leases.release(a.instance_id),
+            act.DeleteCheckpoint: self._delete_checkpoint,
+            act.SendStatus: self._send_status,
+            act.AwaitDrain: lambda a: self._relay.await_drain(a.instance_id),
+            act.FailSequences: lambda a: self._relay.fail(a.instance_id, a.error),
+            act.AbortSequences: lambda _: self._relay.abort_all(),
+            act.WakeAt: self._wake_at,
+        }
+
+    def _start_engine(self, action: act.StartEngine) -> None:
+        log.info("starting an engine", engine_id=action.engine_id, reason=action.reason)
+        self._supervisor.start(action.engine_id, action.device_index)
+
+    def _bind_engine(self, action: act.BindEngine) -> None:
+        spec = action.spec
+        manifest_path = str(self._store.directory(spec.digest) / MANIFEST_NAME)
+        frames = self._leases.frames(spec.instance_id)
+        bind = fr.Bind(spec, manifest_path, frames, action.kv_bytes, action.max_running, action.num_threads)
+        self._relay.bind(action.engine_id, spec.instance_id)
+        self._supervisor.send(action.engine_id, bind)
+
+    def _unbind_engine(self, action: act.UnbindEngine) -> None:
+        self._relay.unbind(action.engine_id)
+        self._supervisor.send(action.engine_id, fr.Unbind())
+
+    def _kill_engine(self, action: act.KillEngine) -> None:
+        log.info("ending an engine", engine_id=action.engine_id, reason=action.reason)
+        self._relay.unbind(action.engine_id)
+        self._supervisor.kill(action.engine_id)
+
+    def _delete_checkpoint(self, action: act.DeleteCheckpoint) -> None:
+        for instance_id in self._relay.unload_adapter(action.digest):
+            self._inbox.put_nowait(ev.AdapterChanged(instance_id, action.digest, False))
+        self._leases.run("delete", self._store.delete, action.digest)
+
+    def _send_status(self, action: act.SendStatus) -> None:
+        status = self._relay.with_load(action.status)
+        log.info("instance", instance_id=status.instance_id, model_id=status.model_id, state=status.state.value)
+        self._link.send(fr.InstanceChanged(status))
+
+    def _wake_at(self, action: act.WakeAt) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(action.at, self._inbox.put_nowait, ev.Woke())
+
+    # ---- what engines say ----
+
+    def _on_frame(self, engine_id: EngineId, frame: object) -> None:
+        match frame:
+            case fr.StepDone():
+                self._relay.step_done(engine_id, frame)
+            case fr.EngineReady():
+                log.info("engine warm", engine_id=engine_id, pid=frame.pid, warmup_s=round(frame.warmup_s, 3))
+                self._inbox.put_nowait(ev.EngineWarm(engine_id))
+            case fr.Bound():
+                self._inbox.put_nowait(
+                    ev.EngineBound(engine_id, frame.instance_id, frame.bind_s, frame.kv_tokens_total)
+                )
+            case fr.BindFailed():
+                self._inbox.put_nowait(ev.EngineBindFailed(engine_id, frame.instance_id, frame.error))
+            case fr.Unbound():
+                self._inbox.put_nowait(ev.EngineUnbound(engine_id))
+            case fr.AdapterLoaded():
+                instance_id = self._relay.adapter_loaded(engine_id, frame)
+                if instance_id is not None:
+                    self._inbox.put_nowait(ev.AdapterChanged(instance_id, frame.digest, frame.error is None))
+
+    def _on_exit(self, engine_id: EngineId, how: str) -> None:
+        self._inbox.put_nowait(ev.EngineExited(engine_id, how))
+
+    # ---- reports ----
+
+    def _hello(self, local_host: str) -> fr.Report:
+        self._local_host = local_host
+        return fr.Report(self._report())
+
+    async def _report_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._report_interval_s)
+            self._send_report()
+
+    def _report_soon(self) -> None:
+        if self._reporting is None:
+            self._reporting = self._loop.call_later(REPORT_SOON_S, self._send_report)
+
+    def _send_report(self) -> None:
+        if self._reporting:
+            self._reporting.cancel()
+        self._reporting = None
+        if self._link.is_up:
+            self._link.send(fr.Report(self._report()))
+
+    def _report(self) -> NodeReport:
+        store, core = self._store, self._core
+        return NodeReport(
+            node_id=self._identity.node_id,
+            http_url=self._identity.http_url(self._local_host),
+            devices=self._core_config.devices,
+            dram_pool_bytes=store.dram_pool_bytes,
+            dram_free_bytes=store.dram_free_bytes(),
+            ssd_budget_bytes=store.ssd_budget_bytes(),
+            ssd_free_bytes=store.ssd_free_bytes(),
+            bandwidths=store.bandwidths(),
+            bind_s=core.bind_s,
+            process_s=core.process_s,
+            num_prewarmed=core.num_prewarmed,
+            residency=store.residency(),
+            instances=tuple(self._relay.with_load(status) for status in core.statuses()),
+        )

@@ -1,0 +1,56 @@
+"""How many engine processes a device should have: enough to start without waiting, never a tight respawn loop. Pure."""
+
+from dataclasses import dataclass
+
+from nearline.node_agent.types import CoreConfig, DeviceSlots
+from nearline.protocol import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one device has and needs now. `num_hungry` instances hold a slot and no process."""
+
+    num_hungry: int
+    num_starting: int
+    num_idle: int
+    num_free_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Start or end this many processes; look again at `look_at`."""
+
+    num_starts: int = 0
+    num_ends: int = 0
+    look_at: Seconds | None = None
+    reason: str = ""
+
+
+def supply(demand: Demand, device: DeviceSlots, config: CoreConfig, now: Seconds) -> Supply:
+    """Decide starts and ends.
+
+    Hungry instances come first and at once. Spares follow when the device has been quiet for a while, so that warming
+    one up does not take the cores from a first token. After a failed start, one process at a time is tried.
+    """
+    spares = min(config.num_prewarmed, max(1, demand.num_free_slots))
+    have = demand.num_starting + demand.num_idle
+    urgent = max(0, demand.num_hungry - have)
+    missing = max(0, demand.num_hungry + spares - have)
+    if missing == 0:
+        surplus = demand.num_idle - max(config.num_prewarmed, demand.num_hungry)
+        return Supply(num_ends=max(0, surplus), reason="more pre-warmed processes than wanted")
+    if now < device.retry_at:
+        return Supply(look_at=device.retry_at, reason="backing off after a failure")
+    if urgent == 0 and now < device.refill_at:
+        return Supply(look_at=device.refill_at, reason="the device is busy")
+    num_starts = missing if now >= device.refill_at else urgent
+    if device.num_failures:
+        num_starts = min(num_starts, 1 - min(1, demand.num_starting))
+    look_at = device.refill_at if num_starts < missing and now < device.refill_at else None
+    return Supply(num_starts, look_at=look_at, reason="an instance waits" if urgent else "pre-warmed spare")
+
+
+def backoff_s(num_failures: int, config: CoreConfig) -> Seconds:
+    """Wait this long after the n-th failure in a row: doubling, capped."""
+    doubled: float = config.backoff_s * 2.0 ** min(num_failures - 1, 30)
+    return min(config.max_backoff_s, doubled)

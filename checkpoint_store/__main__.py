@@ -1,0 +1,131 @@
+"""Imports and verifies checkpoints for whoever starts it: `python -m nearline.checkpoint_store import|verify …`.
+
+Speaks JSON lines on stdout: `{"phase", "done_bytes", "total_bytes"}` at most ten times a second, then exactly one of
+`{"checkpoint": CheckpointInfo}` (exit 0) or `{"error": ErrorInfo}` (exit 1). Warnings go to stderr, open or not.
+"""
+
+import argparse
+import io
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+import structlog
+
+from nearline.checkpoint_store.convert import import_checkpoint
+from nearline.checkpoint_store.convert_types import Reporter
+from nearline.checkpoint_store.publish import CHECKPOINTS
+from nearline.checkpoint_store.publish_digest import verify_checkpoint
+from nearline.protocol import Bytes, CheckpointKind, Digest, to_plain
+from nearline.protocol.errors import Cancelled, ErrorInfo, NotFound
+
+_PROGRESS_INTERVAL_S = 0.1
+
+
+class _Lines:
+    """Writes JSON lines to stdout; progress only so often. A reader that has gone away cancels the work."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._phase, self._next_at = "", 0.0
+
+    def progress(self, phase: str, done_bytes: Bytes, total_bytes: Bytes) -> None:
+        now = time.monotonic()
+        if phase == self._phase and now < self._next_at and done_bytes < total_bytes:
+            return
+        self._phase, self._next_at = phase, now + _PROGRESS_INTERVAL_S
+        self.write({"phase": phase, "done_bytes": done_bytes, "total_bytes": total_bytes})
+
+    def write(self, plain: dict[str, Any]) -> None:
+        if self._stream is None:
+            raise Cancelled("stdout is closed, so nobody would learn the outcome")
+        try:
+            self._stream.write(json.dumps(plain) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            raise Cancelled("nobody reads the progress of this import any more") from None
+
+
+class _SafeStderr(io.StringIO):
+    """A stderr that may be closed or broken: a warning that cannot be written is dropped, never fatal."""
+
+    def write(self, text: str) -> int:
+        try:
+            os.write(2, text.encode("utf-8", "replace"))
+        except OSError:
+            return 0
+        return len(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    _occupy_standard_streams()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(_SafeStderr()))
+    log = structlog.get_logger("checkpoint_store")
+    lines = _Lines(sys.stdout)
+    reporter = Reporter(lines.progress, lambda message: log.warning(message, source=getattr(options, "source", None)))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _cancel)
+    try:
+        outcome = {"checkpoint": to_plain(_run(options, reporter))}
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        outcome = {"error": to_plain(ErrorInfo.of(error))}
+    try:
+        lines.write(outcome)
+    except Cancelled:
+        return 1
+    return 0 if "checkpoint" in outcome else 1
+
+
+def _occupy_standard_streams() -> None:
+    """Give closed standard streams to /dev/null, lest the next file opened be taken for stdout or stderr."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _run(options: argparse.Namespace, reporter: Reporter) -> Any:
+    root = Path(options.root)
+    if options.command == "import":
+        base = Digest(options.base) if options.base else None
+        return import_checkpoint(root, CheckpointKind(options.kind), options.source, base, reporter).info
+    directory = root / CHECKPOINTS / options.digest
+    if "/" in options.digest or not directory.is_dir():
+        raise NotFound(f"{root} holds no checkpoint {options.digest!r}")
+    return verify_checkpoint(directory, reporter).info
+
+
+def _cancel(number: int, frame: FrameType | None) -> NoReturn:
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)  # once is enough; the second must not disturb the clean-up
+    raise Cancelled(f"cancelled by {signal.Signals(number).name}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nearline.checkpoint_store", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    importer = commands.add_parser("import", help="bring a model or an adapter into the store")
+    importer.add_argument("--root", required=True, help="the store's directory")
+    importer.add_argument("--kind", choices=[str(kind) for kind in CheckpointKind], default="model")
+    importer.add_argument("--source", required=True, help="directory, .gguf file, file:// or hub:org/name[@revision]")
+    importer.add_argument("--base", help="digest of the base model (adapters)")
+    verifier = commands.add_parser("verify", help="check a stored checkpoint against its digests")
+    verifier.add_argument("--root", required=True, help="the store's directory")
+    verifier.add_argument("--digest", required=True, help="the checkpoint's digest")
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    # A download that was cancelled still runs in a thread that the interpreter would wait for.
+    os._exit(status)

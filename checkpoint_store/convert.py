@@ -1,0 +1,43 @@
+"""One import, from a source somebody names to a committed checkpoint."""
+
+from pathlib import Path
+
+from nearline.checkpoint_store.adapter import draft_adapter
+from nearline.checkpoint_store.convert_model import draft_model
+from nearline.checkpoint_store.convert_types import Draft, Reporter
+from nearline.checkpoint_store.publish import publish
+from nearline.checkpoint_store.source import locate
+from nearline.checkpoint_store.source_directory import SourceDirectory
+from nearline.checkpoint_store.types import Manifest
+from nearline.protocol import CheckpointKind, Digest
+from nearline.protocol.errors import AdapterMismatch, UnsupportedCheckpoint
+
+
+def import_checkpoint(
+    root: Path, kind: CheckpointKind, source: str, base_digest: Digest | None = None, reporter: Reporter | None = None
+) -> Manifest:
+    """Bring `source` under `root/checkpoints`. An adapter is checked against the base it names.
+
+    Raises NearlineError saying what is wrong with the source; nothing of a failed import stays.
+    """
+    reporter = reporter or Reporter()
+    path = locate(source, reporter)
+    reporter.progress("reading", 0, 0)
+    if kind is CheckpointKind.MODEL:
+        draft = _draft_model(path, source, reporter)
+    elif base_digest is None:
+        raise AdapterMismatch("an adapter needs the model it was made for; name its base", param="base")
+    elif path.is_file():
+        raise UnsupportedCheckpoint(f"{path}: adapters come as PEFT directories, not as GGUF files")
+    else:
+        draft = draft_adapter(SourceDirectory(path), source, root, base_digest, reporter)
+    return publish(root, draft, reporter)
+
+
+def _draft_model(path: Path, source: str, reporter: Reporter) -> Draft:
+    if path.is_dir():
+        return draft_model(SourceDirectory(path), source, reporter)
+    # `gguf` and `tokenizers` are not needed for directories, nor installed on a bare GPU box.
+    from nearline.checkpoint_store.gguf_model import draft_gguf
+
+    return draft_gguf(path, source, reporter)

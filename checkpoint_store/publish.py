@@ -1,0 +1,169 @@
+"""Turns a draft into a committed checkpoint directory: staged, synced, read back, and renamed into place.
+
+A crash at any moment leaves either no checkpoint or a whole one; what it leaves in `incoming/` names its process,
+so that `sweep_incoming` can tell a dead import from one at work.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from nearline.checkpoint_store.convert_types import Block, Draft, Reporter
+from nearline.checkpoint_store.incoming import INCOMING, staging_name
+from nearline.checkpoint_store.publish_digest import content_digest, verify_checkpoint, verifying
+from nearline.checkpoint_store.safetensors_header import build_header
+from nearline.checkpoint_store.types import (
+    CHUNK_BYTES,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+from nearline.checkpoint_store.verify import verify_weights
+from nearline.protocol import Bytes
+from nearline.protocol.errors import CheckpointCorrupt, NearlineError, StorageFull
+
+CHECKPOINTS = "checkpoints"
+_SPARE_BYTES: Bytes = 1024 * 1024
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manifest:
+    """Write `draft` under `root` and commit it as `checkpoints/<digest>`. The same content twice is one checkpoint.
+
+    Raises StorageFull (needed and available bytes), CheckpointCorrupt when what was written does not read back.
+    Whatever it raises, nothing of the attempt stays on disk.
+    """
+    reporter = reporter or Reporter()
+    (root / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    (root / INCOMING).mkdir(exist_ok=True)
+    header, entries = build_header([(t.name, t.dtype, t.shape) for t in draft.tensors])
+    total = len(header) + sum(t.num_bytes for t in draft.tensors)
+    needed = total + sum(map(len, draft.files.values())) + _SPARE_BYTES
+    _check_space(root, needed)
+    staging = root / INCOMING / staging_name(str(draft.info.kind))
+    staging.mkdir()
+    try:
+        chunk_digests = _write_weights(staging / WEIGHTS_NAME, header, draft, reporter)
+        for name, content in draft.files.items():
+            _write_file(staging / name, [content])
+        info = dataclasses.replace(
+            draft.info,
+            digest=content_digest(chunk_digests, draft.files, draft.info.base_digest or ""),
+            num_bytes=total,
+            files=tuple(sorted(draft.files)),
+        )
+        manifest = Manifest(FORMAT_VERSION, info, total, CHUNK_BYTES, chunk_digests, entries)
+        verify_weights(staging / WEIGHTS_NAME, manifest, verifying(reporter))
+        return _commit(root, staging, manifest, reporter)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise _storage_full(root, needed, error.strerror or "") from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _commit(root: Path, staging: Path, manifest: Manifest, reporter: Reporter) -> Manifest:
+    target = root / CHECKPOINTS / manifest.digest
+    is_broken = target.exists()
+    if is_broken:
+        with contextlib.suppress(NearlineError, OSError):
+            return verify_checkpoint(target, reporter)
+    write_manifest(staging, manifest)
+    _sync(staging / MANIFEST_NAME)
+    for folder in [staging, *(path for path in staging.rglob("*") if path.is_dir())]:
+        _sync(folder)
+    broken = root / INCOMING / staging_name("broken")
+    if is_broken:
+        os.rename(target, broken)  # it failed the check above: ours heals it
+    try:
+        os.rename(staging, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return read_manifest(target)  # another import of the same content won the race
+    finally:
+        shutil.rmtree(broken, ignore_errors=True)
+    _sync(target.parent)
+    return manifest
+
+
+def _write_weights(path: Path, header: bytes, draft: Draft, reporter: Reporter) -> tuple[str, ...]:
+    total = len(header) + sum(t.num_bytes for t in draft.tensors)
+    done, digests, hasher = 0, [], xxhash.xxh3_128()
+
+    def count(block: Block) -> None:
+        nonlocal done, hasher
+        view = memoryview(block).cast("B")
+        while len(view):
+            part = view[: CHUNK_BYTES - done % CHUNK_BYTES]
+            hasher.update(part)
+            done += len(part)
+            if done % CHUNK_BYTES == 0:
+                digests.append(hasher.hexdigest())
+                hasher = xxhash.xxh3_128()
+            view = view[len(part) :]
+        reporter.progress("writing", done, total)
+
+    def passing() -> Iterator[Block]:
+        for block in _weights(header, draft):
+            count(block)
+            yield block
+
+    _write_file(path, passing())
+    if done % CHUNK_BYTES:
+        digests.append(hasher.hexdigest())
+    return tuple(digests)
+
+
+def _weights(header: bytes, draft: Draft) -> Iterator[Block]:
+    yield header
+    for tensor in draft.tensors:
+        done = 0
+        for block in tensor.blocks():
+            done += memoryview(block).nbytes
+            yield block
+        if done != tensor.num_bytes:
+            raise CheckpointCorrupt(f"tensor {tensor.name!r} gave {done} bytes, expected {tensor.num_bytes}")
+
+
+def _write_file(path: Path, blocks: Iterable[Block]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb", buffering=0) as file:
+        for block in blocks:
+            view = memoryview(block).cast("B")
+            while len(view):
+                view = view[os.write(file.fileno(), view) :]
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(root: Path, needed: Bytes) -> None:
+    stats = os.statvfs(root)
+    if stats.f_bavail * stats.f_frsize < needed:
+        raise _storage_full(root, needed, "not enough space")
+
+
+def _storage_full(root: Path, needed: Bytes, reason: str) -> StorageFull:
+    stats = os.statvfs(root)
+    available = stats.f_bavail * stats.f_frsize
+    return StorageFull(
+        f"{root}: the checkpoint needs {needed} bytes, {available} are available ({reason}); "
+        "free space or remove a model, then import again"
+    )

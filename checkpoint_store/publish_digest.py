@@ -1,0 +1,50 @@
+"""The name of a checkpoint: a digest of its content; and the check of a committed directory against its name."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import xxhash
+
+from nearline.checkpoint_store.convert_types import Reporter
+from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest, read_manifest
+from nearline.checkpoint_store.verify import verify_weights
+from nearline.protocol import Bytes, Digest
+from nearline.protocol.errors import CheckpointCorrupt
+
+
+def content_digest(chunk_digests: Iterable[str], files: Mapping[str, bytes], base_digest: str = "") -> Digest:
+    """Name a checkpoint by its content: chunk digests, small files, and (for an adapter) the base it was made for."""
+    hasher = xxhash.xxh3_128()
+    parts: list[bytes] = [base_digest.encode(), "".join(chunk_digests).encode()]
+    for name in sorted(files):
+        parts += [name.encode(), files[name]]
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return Digest(hasher.hexdigest())
+
+
+def verify_checkpoint(directory: Path, reporter: Reporter) -> Manifest:
+    """Check a committed checkpoint against its name: every chunk, every small file. Raises CheckpointCorrupt."""
+    manifest = read_manifest(directory)
+    verify_weights(directory / WEIGHTS_NAME, manifest, verifying(reporter))
+    files = {name: _read(directory / name) for name in manifest.info.files}
+    found = content_digest(manifest.chunk_digests, files, manifest.info.base_digest or "")
+    if not found == manifest.digest == directory.name:
+        raise CheckpointCorrupt(
+            f"{directory}: its content has digest {found}, its manifest says {manifest.digest}; a file was changed, "
+            "import the checkpoint again"
+        )
+    return manifest
+
+
+def verifying(reporter: Reporter) -> Callable[[Bytes, Bytes], None]:
+    """Report the progress of a verification."""
+    return lambda done_bytes, total_bytes: reporter.progress("verifying", done_bytes, total_bytes)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path}: {error.strerror}; import the checkpoint again") from None

@@ -3,6 +3,7 @@
 One item's failure is that item's outcome; an exception inside a step is traced to its item by running each alone.
 """
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ from nearline.engine.models.lora import AdapterPool
 from nearline.engine.sampler import Sampler
 from nearline.engine.types import Batch, BatchItem, SampledToken
 from nearline.protocol import Bytes, DecoderSpec, RequestId
-from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo
+from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, NearlineError, OutOfMemory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,11 @@ class Runner:
     def run(self, batch: Batch) -> list[SampledToken]:
         """Run a step and return one outcome per item with `is_sampled`, in the items' order.
 
-        Raises CheckpointCorrupt if the model's bytes are bad, and whatever went wrong in an item without outcome.
+        An item that fails without being sampled has no outcome: it stands in `failed` until the next step, and its
+        sequence must end before the step is committed, or others would reuse keys and values that are not there.
+        Raises CheckpointCorrupt if the model's bytes are bad, and nothing else.
         """
+        self.failed = []
         self.kv.copy_blocks(batch.block_copies)
         order = adapter_order(batch.items)
         items = [batch.items[i] for i in order]
@@ -76,15 +82,20 @@ class Runner:
     def _run_isolated(self, items: Seq[BatchItem]) -> list[SampledToken]:
         try:
             return self._step(items)
-        except CheckpointCorrupt:
-            raise  # the fault of no item: the bytes of the model are bad
+        except (CheckpointCorrupt, InstanceFailed):
+            raise  # the fault of no item: the bytes of the model are bad or do not come
         except Exception as error:
-            if len(items) == 1 and not items[0].is_sampled:
-                raise  # has no outcome to carry the error; the caller fails the item
+            log.error("a step of %d items failed: %s", len(items), error, exc_info=not isinstance(error, NearlineError))
             if len(items) == 1:
-                return [SampledToken(0, error=ErrorInfo.of(error))]
+                return self._give_up(items[0], _describe(error))
         # Writing the same keys and values again changes nothing, so every item may simply run once more, alone.
         return [outcome for item in items for outcome in self._run_isolated([item])]
+
+    def _give_up(self, item: BatchItem, error: ErrorInfo) -> list[SampledToken]:
+        if item.is_sampled:
+            return [SampledToken(0, error=error)]
+        self.failed.append((item.sequence.request.request_id, error))
+        return []
 
     def hidden(self, items: Seq[BatchItem]) -> tuple[torch.Tensor, StepTensors]:
         """Compute the final hidden state of every row of a step whose items are in adapter order.
@@ -97,12 +108,6 @@ class Runner:
         hidden_TM = self.decoder.forward(step.token_ids_T, step.positions_T, step.slots_T, step.meta, self.kv, lora)
         return hidden_TM, step
 
-    def _give_up(self, item: BatchItem, error: ErrorInfo) -> list[SampledToken]:
-        if item.is_sampled:
-            return [SampledToken(0, error=error)]
-        self.failed.append((item.sequence.request.request_id, error))
-        return []
-
     def _step(self, items: Seq[BatchItem]) -> list[SampledToken]:
         hidden_TM, step = self.hidden(items)
         sampled = [item for item in items if item.is_sampled]
@@ -111,6 +116,12 @@ class Runner:
         if len(sampled) != step.num_tokens:
             hidden_TM = hidden_TM[step.sampled_S]
         return self._sampler.sample(self.decoder.logits(hidden_TM), sampled)
+
+
+def _describe(error: Exception) -> ErrorInfo:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return ErrorInfo.of(OutOfMemory(f"the engine ran out of memory in a step: {error}; send a shorter prompt"))
+    return ErrorInfo.of(error)
 
 
 def compute_dtype(weights: Weights, device: torch.device) -> torch.dtype:

@@ -29,7 +29,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY) $(MODEL)
-	$(BIN)/python benchmarks/cold_start.py
+	$(BIN)/python -m benchmarks.cold_start
 
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Nearline needs Python 3.11 or newer; try: make PYTHON=python3.12 demo")'

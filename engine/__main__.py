@@ -1,0 +1,70 @@
+"""`python -m nearline.engine`: an engine process, pre-warmed and bound by the node agent that started it."""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+PR_SET_PDEATHSIG = 1
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    started_at = time.monotonic()
+    parent = os.getppid()
+    arguments = _arguments()
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the parent's to act on
+    signal.signal(signal.SIGTERM, _exit)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"
+    )
+    # torch takes a second to import; the above must hold meanwhile.
+    import torch
+
+    from nearline.engine.instance import EngineHabits
+    from nearline.engine.link import AgentLink
+    from nearline.engine.server import EngineServer
+    from nearline.engine.warmup import warm_up
+
+    device = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    warm_up(device, len(os.sched_getaffinity(0)))
+    habits = EngineHabits(
+        device=device,
+        step_tokens=arguments.step_tokens or None,
+        is_prefix_cached=not arguments.no_prefix_cache,
+    )
+    link = AgentLink(socket.socket(fileno=arguments.socket_fd))
+    return EngineServer(link, arguments.pool_fd, arguments.ready_fd, habits).serve(time.monotonic() - started_at)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nearline.engine", description=__doc__)
+    parser.add_argument("--socket-fd", type=int, required=True, help="inherited end of the Unix socket to the agent")
+    parser.add_argument("--pool-fd", type=int, required=True, help="inherited memfd of the DRAM pool")
+    parser.add_argument("--ready-fd", type=int, required=True, help="inherited memfd of the pool's ready bytes")
+    parser.add_argument("--device", help="torch device; default: cuda:0 if there is one, else cpu")
+    parser.add_argument("--step-tokens", type=int, default=512, help="token budget of a step; 0: prompts are not cut")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of equal prefixes")
+    return parser.parse_args()
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        log.warning("prctl failed: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(0)
+
+
+def _exit(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Reads adapters beside the step loop, one at a time, so that a slow disk delays only those who wait for it."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nearline.protocol import Bytes, Digest, Seconds
+from nearline.protocol.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """How the reading of one adapter ended. `owner` is what `start` was given."""
+
+    owner: object
+    digest: Digest
+    load_s: Seconds
+    num_bytes: Bytes
+    error: ErrorInfo | None
+
+
+class AdapterReader:
+    """Owns one daemon thread. `on_done` is called there whenever `finished` has something new."""
+
+    def __init__(self, on_done: Callable[[], None]) -> None:
+        self._on_done = on_done
+        self._jobs: queue.SimpleQueue[tuple[object, Digest, Callable[[], Bytes]]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="adapter-reader", daemon=True).start()
+
+    def start(self, owner: object, digest: Digest, load: Callable[[], Bytes]) -> None:
+        """Queue a read. `load` runs in the thread and returns the bytes it took."""
+        self._jobs.put((owner, digest, load))
+
+    def finished(self) -> list[AdapterRead]:
+        """Return the reads that have ended since the last call."""
+        reads = []
+        while not self._finished.empty():
+            reads.append(self._finished.get())
+        return reads
+
+    def _work(self) -> None:
+        while True:
+            owner, digest, load = self._jobs.get()
+            started_at = time.monotonic()
+            num_bytes, failure = 0, None
+            try:
+                num_bytes = load()
+            except Exception as error:
+                failure = ErrorInfo.of(error)
+            self._finished.put(AdapterRead(owner, digest, time.monotonic() - started_at, num_bytes, failure))
+            del owner, load  # let go of the model while waiting for the next job
+            self._on_done()

@@ -1,0 +1,122 @@
+"""A model bound to this process: its mind, its runner and its bytes, from bind to unbind."""
+
+import ctypes
+import gc
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nearline import kernels
+from nearline.engine.config import EngineConfig
+from nearline.engine.core import EngineCore
+from nearline.engine.runner import Runner, RunnerConfig
+from nearline.loader import LoadedCheckpoint, MappedPool, attach, load_directory
+from nearline.protocol import Bytes, Digest, InstanceSpec, Seconds, SequenceUpdate, decoder_spec
+from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed
+from nearline.protocol.frames import Bind
+
+LOST = (CheckpointCorrupt, InstanceFailed)
+"""What a step raises when the instance cannot go on: the model's bytes are bad, or they do not come."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHabits:
+    """What the command line decides for every model this process will be bound to."""
+
+    device: str = "cpu"
+    """Torch's name of the device."""
+    step_tokens: int | None = 512
+    """Token budget of a step; None: every prompt in one piece."""
+    is_prefix_cached: bool = True
+
+
+class BoundInstance:
+    """Owns the mapping of the checkpoint, the KV cache and the adapters, until `close`."""
+
+    def __init__(self, bind: Bind, pool: MappedPool, habits: EngineHabits) -> None:
+        """Make views of the frames, ready or not. Raises NearlineError; nothing stays mapped then."""
+        kernels.set_num_threads(bind.num_threads)
+        self.spec: InstanceSpec = bind.spec
+        self._habits = habits
+        directory = Path(bind.manifest_path).parent
+        self._loaded: LoadedCheckpoint = attach(pool, directory, bind.frames, habits.device)
+        try:
+            info = self._loaded.manifest.info
+            settings = RunnerConfig(kv_bytes=bind.kv_bytes, device=habits.device, eos_token_ids=info.eos_token_ids)
+            self._runner = Runner(self._loaded, decoder_spec(_read_config(directory)), settings)
+            self.core = EngineCore(info, _engine_config(self._runner, bind.max_running, habits))
+        except BaseException:
+            self._loaded.close()
+            raise
+
+    def step(self, clock: Callable[[], Seconds]) -> list[SequenceUpdate] | None:
+        """Schedule, run, commit. None: nothing can run now. Raises one of LOST."""
+        batch = self.core.schedule(clock())
+        if batch is None:
+            return None
+        try:
+            sampled = self._runner.run(batch)
+        except LOST:
+            raise
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(batch.items))
+            return self.core.fail([i.sequence.request.request_id for i in batch.items], ErrorInfo.of(error), clock())
+        now = clock()
+        # Sequences that failed without an outcome end first: committed, their blocks would serve other sequences.
+        failed = [update for one, why in self._runner.failed for update in self.core.fail([one], why, now)]
+        return failed + self.core.commit(batch, sampled, now)
+
+    def read_adapter(self, digest: Digest, directory: str) -> Callable[[], Bytes]:
+        """Return the work of reading an adapter, for the reader's thread; it refers to the adapter pool alone."""
+        adapters, device = self._runner.adapters, self._habits.device
+
+        def read() -> Bytes:
+            return adapters.load(digest, load_directory(Path(directory), device), Path(directory)).num_bytes
+
+        return read
+
+    def free_adapter(self, digest: Digest) -> None:
+        self._runner.adapters.unload(digest)
+
+    def close(self) -> None:
+        """Free everything and give the memory back to the system."""
+        loaded = self._loaded
+        del self._runner, self._loaded, self.core
+        gc.collect()
+        loaded.close()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def bind_instance(bind: Bind, pool: MappedPool, habits: EngineHabits) -> tuple[BoundInstance, Seconds]:
+    """Bind and say how long it took."""
+    started_at = time.monotonic()
+    instance = BoundInstance(bind, pool, habits)
+    return instance, time.monotonic() - started_at
+
+
+def _engine_config(runner: Runner, max_running: int, habits: EngineHabits) -> EngineConfig:
+    step_tokens = habits.step_tokens
+    return EngineConfig(
+        num_blocks=runner.num_blocks,
+        block_size=runner.config.block_size,
+        max_running=max_running,
+        max_step_tokens=None if step_tokens is None else max(step_tokens, 2 * max_running),
+        is_prefix_cached=habits.is_prefix_cached,
+    )
+
+
+def _read_config(directory: Path) -> dict[str, object]:
+    path = directory / "config.json"
+    try:
+        config: dict[str, object] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointCorrupt(f"{path}: cannot be read ({error}); import the checkpoint again") from None
+    return config

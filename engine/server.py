@@ -1,0 +1,177 @@
+"""The engine process's loop: hear the agent, take a step, tell the agent. One thread, no waiting while there is work.
+
+Nothing here dies for a request: what a request can do wrong becomes its own ERROR update. The process ends when the
+agent closes the socket (0), speaks another language (2), or the bytes of the bound model turn out to be bad (3).
+"""
+
+import logging
+import os
+import time
+
+from nearline.engine.adapter_reader import AdapterReader
+from nearline.engine.adapters import FreeAdapter
+from nearline.engine.core import EngineLoad
+from nearline.engine.instance import LOST, BoundInstance, EngineHabits, bind_instance
+from nearline.engine.link import AgentLink, LinkClosed
+from nearline.loader import MappedPool
+from nearline.protocol import FinishReason, ModelId, Seconds, SequenceUpdate, WireError
+from nearline.protocol.errors import ErrorInfo, InstanceFailed
+from nearline.protocol.frames import (
+    Abort,
+    AdapterLoaded,
+    Bind,
+    BindFailed,
+    Bound,
+    EngineReady,
+    LoadAdapter,
+    PoolLayout,
+    StepDone,
+    Submit,
+    ToEngine,
+    Unbind,
+    Unbound,
+    UnloadAdapter,
+)
+
+EXIT_CLOSED, EXIT_MALFORMED, EXIT_LOST = 0, 2, 3
+_NO_LOAD = EngineLoad(0, 0, 0)
+log = logging.getLogger(__name__)
+
+
+class EngineServer:
+    """Owns the bound instance, if there is one. `pool_fd` and `ready_fd` are the agent's DRAM pool."""
+
+    def __init__(self, link: AgentLink, pool_fd: int, ready_fd: int, habits: EngineHabits) -> None:
+        self._link = link
+        self._pool_fds = (pool_fd, ready_fd)
+        self._habits = habits
+        self._pool: MappedPool | None = None
+        self._instance: BoundInstance | None = None
+        self._reader = AdapterReader(link.wake)
+        self._last_model = ModelId("")
+        self._updates: list[SequenceUpdate] = []
+        self._told = _NO_LOAD
+
+    def serve(self, warmup_s: Seconds) -> int:
+        """Serve until the agent goes. Returns the exit code."""
+        try:
+            self._link.send(EngineReady(os.getpid(), self._habits.device, warmup_s))
+            while True:
+                has_stepped = self._step()
+                self._tell()
+                for message in self._link.receive(0.0 if has_stepped else None):
+                    self._handle(message)
+        except LinkClosed as closed:
+            log.info("%s; exiting", closed)
+            return EXIT_CLOSED
+        except WireError as error:
+            log.error("the node agent sent what is not a message: %s; exiting", error)
+            return EXIT_MALFORMED
+        except LOST as error:
+            self._give_up(ErrorInfo.of(error))
+            return EXIT_LOST
+
+    def _step(self) -> bool:
+        """Take a step if something can run. Returns whether it did."""
+        instance = self._instance
+        if instance is None:
+            return False
+        self._tend_adapters(instance)
+        updates = instance.step(time.monotonic)
+        self._updates += updates or []
+        return updates is not None
+
+    def _tend_adapters(self, instance: BoundInstance) -> None:
+        for read in self._reader.finished():
+            if read.owner is not instance:
+                continue
+            if read.error is None:
+                instance.core.adapter_loaded(read.digest, read.num_bytes, time.monotonic())
+            else:
+                log.warning("adapter %s cannot be loaded: %s", read.digest, read.error.message)
+                self._updates += instance.core.adapter_failed(read.digest, read.error, time.monotonic())
+            self._link.send(AdapterLoaded(read.digest, read.load_s, read.num_bytes, read.error))
+        for action in instance.core.adapter_actions():
+            if isinstance(action, FreeAdapter):
+                instance.free_adapter(action.digest)
+            else:
+                self._reader.start(instance, action.digest, instance.read_adapter(action.digest, action.directory))
+
+    def _tell(self) -> None:
+        """Send what has happened since the last time in one frame: updates, or just a load that has changed."""
+        load = self._instance.core.load if self._instance else _NO_LOAD
+        if self._updates or load != self._told:
+            updates, self._updates, self._told = tuple(self._updates), [], load
+            self._link.send(StepDone(updates, load.num_running, load.num_waiting, load.kv_tokens_used))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort() if self._serves(message.instance_id):
+                self._bound.core.abort(message.request_id, time.monotonic())
+            case LoadAdapter(digest, directory) if self._instance:
+                if self._instance.core.load_adapter(digest, directory):
+                    self._link.send(AdapterLoaded(digest, 0.0, 0))
+            case UnloadAdapter(digest) if self._instance:
+                self._instance.core.unload_adapter(digest)
+            case Bind():
+                self._bind(message)
+            case Unbind():
+                self._unbind()
+            case PoolLayout() if self._pool is None:
+                self._pool = MappedPool(*self._pool_fds, message)
+            case _:
+                log.info("%s came when no such instance is bound; ignored", type(message).__name__)
+
+    @property
+    def _bound(self) -> BoundInstance:
+        assert self._instance is not None
+        return self._instance
+
+    def _serves(self, instance_id: str) -> bool:
+        return self._instance is not None and self._instance.spec.instance_id == instance_id
+
+    def _submit(self, submit: Submit) -> None:
+        request = submit.request
+        if self._serves(submit.instance_id):
+            generated = submit.generated_token_ids
+            self._updates += self._bound.core.add(request, submit.attempt, generated, time.monotonic())
+            return
+        error = ErrorInfo.of(InstanceFailed(f"instance {submit.instance_id} is not bound in this engine; send again"))
+        self._updates.append(SequenceUpdate(request.request_id, submit.attempt, (), FinishReason.ERROR, error=error))
+
+    def _bind(self, bind: Bind) -> None:
+        if self._pool is None:
+            raise WireError("Bind came before PoolLayout")
+        try:
+            if self._instance is not None:
+                raise InstanceFailed(f"this engine is bound to {self._instance.spec.instance_id}; unbind it first")
+            self._instance, bind_s = bind_instance(bind, self._pool, self._habits)
+        except Exception as error:
+            log.exception("cannot bind %s", bind.spec.instance_id)
+            self._link.send(BindFailed(bind.spec.instance_id, ErrorInfo.of(error)))
+            return
+        self._last_model = bind.spec.model_id
+        kv_tokens = self._instance.core.config.kv_tokens
+        log.info("bound %s in %.1f ms, KV cache of %d tokens", bind.spec.instance_id, 1e3 * bind_s, kv_tokens)
+        self._link.send(Bound(bind.spec.instance_id, bind_s, kv_tokens))
+
+    def _unbind(self) -> None:
+        if self._instance is not None:
+            log.info("unbinding %s", self._instance.spec.instance_id)
+            self._tell()
+            self._instance.close()
+        self._instance, self._told = None, _NO_LOAD
+        self._link.send(Unbound(self._last_model))
+
+    def _give_up(self, error: ErrorInfo) -> None:
+        """End everyone with the reason, say that the instance is lost, and let the process end with its bytes."""
+        log.error("the instance is lost: %s; exiting", error.message)
+        instance = self._bound
+        try:
+            self._updates += instance.core.fail_all(error, time.monotonic())
+            self._tell()
+            self._link.send(BindFailed(instance.spec.instance_id, error))
+        except LinkClosed:
+            log.info("nobody is left to tell")

@@ -1,9 +1,9 @@
-"""What one event still asks to be done before ControllerCore answers: actions so far, models to settle, timers. Pure."""
+"""What one event still asks to be done before ControllerCore answers: actions, models to settle, timers. Pure."""
 
 from dataclasses import dataclass, field
 
 from nearline.controller.actions import Action
-from nearline.controller.state import ModelKey, ModelRecord
+from nearline.controller.fleet import ModelKey, ModelRecord
 from nearline.controller.timers import Timers
 
 

@@ -1,8 +1,8 @@
 """The numbers the controller's minds decide with. Frozen; the hands resolve files, flags and environment into it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from nearline.protocol import Seconds, Slo, SloClass
+from nearline.protocol import Bytes, Seconds, Slo, SloClass
 
 CLASS_TARGET_S: dict[SloClass, Seconds] = {
     SloClass.INTERACTIVE: 20.0,
@@ -59,3 +59,26 @@ class CoreConfig:
 def target_s(slo: Slo) -> Seconds:
     """Time to first token this request was promised, from its arrival."""
     return slo.ttft_s if slo.ttft_s is not None else CLASS_TARGET_S[slo.slo_class]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """What the runtime needs beyond the core's numbers. `node_token` is a secret and never logged."""
+
+    core: CoreConfig = CoreConfig()
+    node_token: str = field(default="", repr=False)
+    """Bearer token that node agents must show, and that they are shown; empty: none."""
+    fencing_token: int = 0
+    """Rises with every new leader; agents refuse a leader with a smaller one."""
+    report_interval_s: Seconds = 1.0
+    """How often node agents report. > 0."""
+    heartbeat_s: Seconds = 5.0
+    """How often a silent link is probed; a dead peer is noticed within one and a half of these. > 0."""
+    check_interval_s: Seconds = 5.0
+    """How often the core's invariants are checked while it runs. > 0."""
+    journal_directory: str | None = None
+    """Where the journal of events is kept; None: nowhere."""
+    journal_part_bytes: Bytes = 16 << 20
+    """Size at which a journal goes on in a new file. > 0."""
+    journal_num_parts: int = 8
+    """Files kept over all starts of the controller; older ones are deleted. >= 1."""

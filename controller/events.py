@@ -1,4 +1,4 @@
-"""What happened: the only input of ControllerCore. Frozen, small, and free of text and tokens, so a journal may keep them."""
+"""What happened: the only input of ControllerCore. Frozen, and free of text and tokens, so a journal may keep it."""
 
 from dataclasses import dataclass, field
 

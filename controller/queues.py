@@ -102,6 +102,10 @@ class VirtualQueue:
         self.busy_groups[group.key] = group
         self.num_waiting += 1
 
+    def has(self, request: RequestRecord) -> bool:
+        group = self.busy_groups.get(request.group_key)
+        return group is not None and request.info.request_id in group.waiting
+
     def remove(self, request: RequestRecord) -> None:
         """Take a waiting request out. Raises KeyError if it does not wait here."""
         group = self.groups[request.group_key]

@@ -5,9 +5,9 @@ from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import retry_after_s
 from nearline.controller.events import RequestInfo, SequenceEnded
+from nearline.controller.fleet import Fleet, InstanceRecord, ModelRecord
 from nearline.controller.policy import admission, dispatch
 from nearline.controller.queues import RequestRecord
-from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
 from nearline.protocol import FinishReason, RequestId, Seconds
 from nearline.protocol.errors import (
     ERRORS,
@@ -93,7 +93,9 @@ class RequestDesk:
             self._abort(request, "deadline passed")
             self._reject(request, error, "deadline passed", now)
         elif request.instance_id is None and now >= request.queued_at + self._config.start_timeout_s:
-            text = f"no instance of {model.spec.model_id!r} could take the request in {self._config.start_timeout_s:g} s"
+            text = (
+                f"no instance of {model.spec.model_id!r} could take the request in {self._config.start_timeout_s:g} s"
+            )
             text += f" ({model.wait_reason})" if model.wait_reason else ""
             error = ErrorInfo.of(StartTimeout(text, retry_after_s=retry_after_s(model)))
             self._reject(request, error, "waited too long for an instance", now)
@@ -174,7 +176,7 @@ class RequestDesk:
         model = self._fleet.model_of(request)
         if request.instance_id is not None:
             self._leave_instance(request, now)
-        elif request.info.request_id in model.queue.groups[request.group_key].waiting:
+        elif model.queue.has(request):
             model.queue.remove(request)
             self._fleet.num_waiting -= 1
         del self._fleet.requests[request.info.request_id]

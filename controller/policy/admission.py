@@ -17,7 +17,9 @@ def refusal(
 ) -> ErrorInfo | None:
     """Say why a request cannot be taken, or None. `num_waiting` counts waiting requests of all models."""
     if model is None:
-        return ErrorInfo.of(ModelNotFound(f"model {info.model_id!r} is not registered; `nearline model list` shows all"))
+        return ErrorInfo.of(
+            ModelNotFound(f"model {info.model_id!r} is not registered; `nearline model list` shows all")
+        )
     if info.adapter_id is not None and (adapter is None or adapter.base_id != info.model_id):
         text = f"adapter {info.adapter_id!r} of model {info.model_id!r} is not registered; see `nearline adapter list`"
         return ErrorInfo.of(ModelNotFound(text))

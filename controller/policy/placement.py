@@ -92,7 +92,7 @@ def _hopeless(connected: list[NodeView], holders: list[NodeView], need: Need) ->
     if not holders:
         return NoPlace(f"none of {len(connected)} connected nodes holds checkpoint {need.digest}", is_hopeless=True)
     sizes = [_memory(node, device) for node in holders for device in node.report.devices if device.num_slots]
-    text = f"the checkpoint has {need.num_bytes} bytes; the largest node that holds it has room for {max(sizes, default=0)}"
+    text = f"the checkpoint has {need.num_bytes} bytes; the nodes that hold it have room for {max(sizes, default=0)}"
     return NoPlace(text, is_hopeless=True, is_too_big=True)
 
 

@@ -55,3 +55,8 @@ def residence_ends_at(instance: InstanceView, config: CoreConfig, max_wait_s: Se
         return float("inf")
     start_s = instance.ready_at - instance.created_at
     return instance.ready_at + min(config.residence_factor * start_s, max_wait_s)
+
+
+def backoff_s(num_failures: int, config: CoreConfig) -> Seconds:
+    """Pause before the next start after `num_failures` failed ones in a row."""
+    return min(config.start_backoff_max_s, config.start_backoff_s * 2.0 ** (num_failures - 1))

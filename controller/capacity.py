@@ -1,0 +1,205 @@
+"""Which instances should exist: starts for those who wait, stops for those nobody calls. Pure.
+
+The bound that keeps promises: a model without a slot drains a busy instance once it has waited `max_wait_fraction` of
+its class's target, and a busy instance leaves within `swap_drain_s`. So k models that compete for one slot each get it
+within k × (wait bound + swap_drain_s + start), however long the streams of the others are; and because an instance
+keeps its slot for `residence_factor` × its start, swapping never takes more than a fixed part of the slot's time.
+"""
+
+from functools import partial
+
+from nearline.controller.actions import EnsureInstance, Preload
+from nearline.controller.agenda import Agenda
+from nearline.controller.config import CoreConfig
+from nearline.controller.estimate import bytes_by_tier, startup
+from nearline.controller.fleet import Fleet, InstanceRecord, ModelKey, ModelRecord
+from nearline.controller.machines import MachineDesk
+from nearline.controller.policy import scaling
+from nearline.controller.policy.placement import Need, NoPlace, Placement, place
+from nearline.controller.policy.views import InstanceView
+from nearline.controller.requests import RequestDesk
+from nearline.protocol import InstanceId, InstanceSpec, Seconds
+from nearline.protocol.errors import ErrorInfo, NodeLost, OutOfMemory
+
+_STARVED, _BELOW_MINIMUM, _GROWING = range(3)
+
+
+class CapacityDesk:
+    """Plans starts and stops. Keeps nothing between plans but which models want something."""
+
+    def __init__(
+        self, fleet: Fleet, config: CoreConfig, agenda: Agenda, requests: RequestDesk, machines: MachineDesk
+    ) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._agenda = agenda
+        self._requests = requests
+        self._machines = machines
+        self._wanting: dict[ModelKey, None] = {}
+        self._num_instances = 0
+        self._replan_at = float("inf")
+
+    def consider(self, model: ModelRecord) -> None:
+        """Look at one model after something happened to it; plan if it begins to want an instance."""
+        if not self._is_wanting(model):
+            self._wanting.pop(model.key, None)
+        elif model.key not in self._wanting:
+            self._wanting[model.key] = None
+            self._agenda.is_plan_due = True
+
+    def schedule_idle(self, model: ModelRecord) -> None:
+        """Set the instants at which idle instances of a model have been kept alive long enough."""
+        for instance in model.instances.values():
+            key = ("idle", instance.instance_id)
+            at = scaling.expires_at(instance)
+            if at is None:
+                self._agenda.timers.drop(key)
+            else:
+                self._agenda.timers.set(key, at)
+
+    def idle_ended(self, instance_id: InstanceId, now: Seconds) -> None:
+        """Stop an instance if it is still idle: an arrival that came first has taken the timer away."""
+        instance = self._fleet.instances.get(instance_id)
+        at = None if instance is None else scaling.expires_at(instance)
+        if instance is None or at is None or at > now:
+            return
+        idle_s = now - (instance.idle_since or now)
+        reason = "its model was removed" if instance.model.is_retired else f"idle for {idle_s:.1f} s"
+        self._machines.stop(instance, self._config.stop_drain_s, reason, now)
+        self.schedule_idle(instance.model)
+
+    def plan(self, now: Seconds) -> None:
+        """Give every model that wants an instance the best place there is, the most urgent model first."""
+        claimed: dict[InstanceId, None] = {}
+        self._replan_at = float("inf")
+        for model in sorted([self._fleet.models[key] for key in self._wanting], key=self._urgency):
+            while self._is_wanting(model) and self._try(model, claimed, now):
+                pass
+            self.consider(model)
+        if self._replan_at < float("inf"):
+            self._agenda.timers.set(("plan", ""), self._replan_at)
+        else:
+            self._agenda.timers.drop(("plan", ""))
+
+    def _is_wanting(self, model: ModelRecord) -> bool:
+        if model.key not in self._fleet.models:
+            return False
+        return scaling.wanted(model, self._config).num_replicas > model.num_live
+
+    def _urgency(self, model: ModelRecord) -> tuple[int, Seconds, ModelKey]:
+        if model.starved_since is not None:
+            return (_STARVED, model.starved_since + model.queue.shortest_target_s(), model.key)
+        kind = _BELOW_MINIMUM if model.num_live < model.spec.min_replicas else _GROWING
+        return (kind, 0.0, model.key)
+
+    def _try(self, model: ModelRecord, claimed: dict[InstanceId, None], now: Seconds) -> bool:
+        """Take one step towards one more instance. True if an instance was started."""
+        if model.retry_at > now:
+            model.wait_reason = f"the last start failed; the next try is in {model.retry_at - now:.1f} s"
+            self._replan_by(model.retry_at)
+            return False
+        may_stop = partial(self._may_stop, model, now)
+        need = self._need(model)
+        found = place(self._fleet.nodes.values(), need, now, self._config, may_stop, claimed)
+        if isinstance(found, NoPlace):
+            self._no_place(model, found, now)
+            return False
+        model.unplaceable_since = None
+        model.wait_reason = found.reason
+        for instance_id in found.victims:
+            instance = self._fleet.instances[instance_id]
+            reason = f"{model.spec.model_id} waits: {self._why(instance, now)}"
+            self._machines.stop(instance, self._config.swap_drain_s, reason, now)
+        if found.leaving:
+            claimed.update(dict.fromkeys(found.leaving))
+            self._preload(model, found)
+            return False
+        self._start(model, found, now)
+        return True
+
+    def _need(self, model: ModelRecord) -> Need:
+        groups = model.queue.ordered_groups()
+        adapter_digest = groups[0].key.adapter_digest if groups else None
+        return Need(model.digest, model.num_bytes, adapter_digest, tuple(model.failed_nodes))
+
+    def _start(self, model: ModelRecord, found: Placement, now: Seconds) -> None:
+        self._num_instances += 1
+        node, short_name = self._fleet.nodes[found.node_id], model.spec.model_id.rsplit("/", 1)[-1]
+        instance_id = InstanceId(f"{short_name}.{self._config.epoch}.{self._num_instances}")
+        spec = InstanceSpec(instance_id, model.spec.model_id, model.digest, found.device_index)
+        parts = startup(node, model.digest, model.num_bytes, now)
+        reason = f"{scaling.wanted(model, self._config).reason}; {found.reason}"
+        instance = self._machines.ensure(model, node, spec, now)
+        instance.estimate_s = parts.total_s
+        if parts.queue_s + parts.read_s > 0:
+            node.storage_free_at = max(now, node.storage_free_at) + parts.read_s
+        model.preloading_on = None
+        self._agenda.do(EnsureInstance(spec, node.node_id, parts.total_s, reason))
+
+    def _preload(self, model: ModelRecord, found: Placement) -> None:
+        """Use the time until the slot is free: bring the bytes into DRAM, if there is room that nobody else needs."""
+        node = self._fleet.nodes[found.node_id]
+        _, ssd, remote = bytes_by_tier(node, model.digest, model.num_bytes)
+        if model.preloading_on == node.node_id or ssd + remote == 0 or node.report.dram_free_bytes < ssd + remote:
+            return
+        model.preloading_on = node.node_id
+        self._agenda.do(Preload(node.node_id, model.digest, f"{model.spec.model_id} starts there: {found.reason}"))
+
+    def _no_place(self, model: ModelRecord, found: NoPlace, now: Seconds) -> None:
+        model.wait_reason = found.reason
+        if not found.is_hopeless:
+            model.unplaceable_since = None
+            return
+        if model.unplaceable_since is None:
+            model.unplaceable_since = now
+        until = model.unplaceable_since + self._config.unplaceable_timeout_s
+        if found.is_too_big:
+            text = f"{found.reason}; give a node more memory (`nearline node --dram-pool`) or use a smaller model"
+            self._requests.reject_waiting(model, ErrorInfo.of(OutOfMemory(text)), "fits on no node", now)
+        elif now >= until:
+            text = f"model {model.spec.model_id!r} cannot run: {found.reason}; start or reconnect a node that can"
+            error = ErrorInfo.of(NodeLost(text, retry_after_s=self._config.unplaceable_timeout_s))
+            self._requests.reject_waiting(model, error, "no node for too long", now)
+        else:
+            self._replan_by(until)
+            return
+        model.unplaceable_since = None
+
+    def _may_stop(self, model: ModelRecord, now: Seconds, instance: InstanceView) -> bool:
+        """Whether an instance may give up its slot for a model. Where the answer is 'not yet', plan again then.
+
+        Growth takes nobody's slot. A minimum takes idle instances. A starved model takes idle instances after their
+        residence, spare replicas, and after its wait bound any busy one. Minimums of others are respected.
+        """
+        other = instance.model
+        is_urgent = model.starved_since is not None
+        if other.spec.model_id == model.spec.model_id and not other.is_retired:
+            return False
+        if instance.ready_at is None or other.num_live <= other.spec.min_replicas:
+            return False
+        if not is_urgent and model.num_live >= model.spec.min_replicas:
+            return False
+        max_wait_s = self._max_wait_s(model)
+        allowed_at = scaling.residence_ends_at(instance, self._config, max_wait_s)
+        if instance.in_flight or other.queue.num_waiting:
+            if not is_urgent:
+                return False
+            if other.num_live == 1:
+                allowed_at = max(allowed_at, (model.starved_since or now) + max_wait_s)
+        if allowed_at > now:
+            self._replan_by(allowed_at)
+            return False
+        return True
+
+    def _replan_by(self, at: Seconds) -> None:
+        self._replan_at = min(self._replan_at, at)
+
+    def _max_wait_s(self, model: ModelRecord) -> Seconds:
+        if model.starved_since is None:
+            return 0.0
+        return self._config.max_wait_fraction * model.queue.shortest_target_s()
+
+    def _why(self, instance: InstanceRecord, now: Seconds) -> str:
+        if instance.idle_since is not None:
+            return f"this instance is idle for {now - instance.idle_since:.1f} s"
+        return f"this instance has {len(instance.in_flight)} requests in flight and had its turn"

@@ -1,0 +1,183 @@
+"""The journal of (now, event): written live, replayed into a fresh core, and asked why a request waited.
+
+A journal is a series of files, `<epoch>.000.journal` on, each a run of length-prefixed msgpack records. The first
+record of every file is the header (format, part, core config); every other one is (now, event). The first file starts
+with the core itself, so replaying the files in order gives the very same actions; once the oldest files of a long run
+have been deleted, what is left can be read but not replayed. It holds lengths and ids, never text or tokens.
+
+`python -m nearline.controller.journal FILE [--request ID]`
+"""
+
+import argparse
+import hashlib
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from nearline.controller.actions import Action, WakeAt
+from nearline.controller.config import CoreConfig
+from nearline.controller.core import ControllerCore
+from nearline.controller.events import Event
+from nearline.protocol import MessageCodec, RequestId, Seconds, WireError, encode, from_plain, to_plain
+
+FORMAT = 1
+SUFFIX = ".journal"
+_LENGTH = struct.Struct("<I")
+_EVENTS = MessageCodec(Event)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHeader:
+    format: int
+    part: int
+    config: CoreConfig
+
+
+class JournalWriter:
+    """Appends events. Owns: the open file. Bounded: at most `num_parts` files of about `part_bytes` are kept."""
+
+    def __init__(self, directory: Path, config: CoreConfig, part_bytes: int, num_parts: int) -> None:
+        self._directory = directory
+        self._config = config
+        self._part_bytes = part_bytes
+        self._num_parts = num_parts
+        self._part = 0
+        directory.mkdir(parents=True, exist_ok=True)
+        self._open()
+
+    def write(self, event: Event, now: Seconds) -> None:
+        """Append one event. Raises OSError when the disk refuses."""
+        self._append(msgpack.packb([now, encode(event)]))
+        if self._num_bytes >= self._part_bytes:
+            self._file.close()
+            self._part += 1
+            self._open()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self.path = self._directory / f"{self._config.epoch}.{self._part:03d}{SUFFIX}"
+        self._file = self.path.open("wb", buffering=0)
+        self._num_bytes = 0
+        self._append(msgpack.packb(to_plain(JournalHeader(FORMAT, self._part, self._config))))
+        files = sorted(self._directory.glob(f"*{SUFFIX}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        for path in files[: -self._num_parts]:
+            path.unlink(missing_ok=True)
+
+    def _append(self, record: bytes) -> None:
+        self._file.write(_LENGTH.pack(len(record)) + record)
+        self._num_bytes += _LENGTH.size + len(record)
+
+
+def read(path: Path) -> tuple[JournalHeader, Iterator[tuple[Event, Seconds]]]:
+    """Open a journal at any of its files: its header, and the events of that file and those after it.
+
+    Raises WireError for a file of another format. A record cut short by a crash ends the journal.
+    """
+    records = _records(path)
+    header = from_plain(JournalHeader, next(records, None))
+    if header.format != FORMAT:
+        raise WireError(f"{path} has journal format {header.format}; this version reads {FORMAT}")
+    return header, _events(path, records)
+
+
+def replay(path: Path) -> Iterator[tuple[Seconds, Event, list[Action]]]:
+    """Run a journal through a fresh core and yield what it did. Raises WireError if its first file is missing."""
+    header, events = read(path)
+    if header.part != 0:
+        raise WireError(f"{path} is part {header.part} of its journal; replay starts at part 0, which may be deleted")
+    core = ControllerCore(header.config)
+    for event, now in events:
+        yield now, event, core.on(event, now)
+
+
+def digest(steps: Iterable[tuple[Seconds, Event, list[Action]]]) -> str:
+    """Condense a run into one number: equal digests, equal actions in equal order."""
+    total = hashlib.blake2b(digest_size=16)
+    for _, _, actions in steps:
+        for action in actions:
+            total.update(encode(action))
+    return total.hexdigest()
+
+
+def concerning(
+    request_id: RequestId, steps: Iterable[tuple[Seconds, Event, list[Action]]]
+) -> Iterator[tuple[Seconds, Event | Action]]:
+    """Pick what concerns one request: its own events and actions, and what happened to instances it was sent to.
+
+    Starts and stops are listed while it waits, since they are what it waits for.
+    """
+    instances: dict[str, None] = {}
+    is_open = False
+    for now, event, actions in steps:
+        info = getattr(event, "info", None)
+        if info is not None and info.request_id == request_id:
+            is_open = True
+        for item in (event, *actions):
+            status = getattr(item, "status", None)
+            spec = getattr(item, "spec", None)
+            name = getattr(item, "instance_id", None) or getattr(status or spec, "instance_id", None)
+            is_own = request_id == getattr(info if item is event and info else item, "request_id", None)
+            if is_own and name:
+                instances[name] = None
+            if is_own or (is_open and not isinstance(item, WakeAt) and name and _is_machine(item, name, instances)):
+                yield now, item
+
+
+def _is_machine(item: Event | Action, name: str, instances: dict[str, None]) -> bool:
+    """Whether an item without a request of its own is still part of the story: a start, a stop, or a known instance."""
+    return getattr(item, "request_id", None) is None and (name in instances or hasattr(item, "reason"))
+
+
+def _records(path: Path) -> Iterator[Any]:
+    data = path.read_bytes()
+    position = 0
+    while position + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        record = data[position + _LENGTH.size : position + _LENGTH.size + length]
+        position += _LENGTH.size + length
+        if len(record) == length:
+            yield msgpack.unpackb(record)
+
+
+def _events(path: Path, records: Iterator[Any]) -> Iterator[tuple[Event, Seconds]]:
+    epoch, part, _ = path.name.rsplit(".", 2)
+    while True:
+        for now, encoded in records:
+            yield _EVENTS.decode(encoded), now
+        part = f"{int(part) + 1:03d}"
+        path = path.with_name(f"{epoch}.{part}{SUFFIX}")
+        if not path.exists():
+            return
+        records = _records(path)
+        next(records, None)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the digest of a journal's actions, or the story of one request."""
+    parser = argparse.ArgumentParser(prog="nearline replay", description=main.__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--request", type=RequestId, help="tell what happened to this request, and why")
+    options = parser.parse_args(arguments)
+    try:
+        if options.request is None:
+            sys.stdout.write(digest(replay(options.file)) + "\n")
+            return 0
+        start = None
+        for now, item in concerning(options.request, replay(options.file)):
+            start = now if start is None else start
+            sys.stdout.write(f"{now - start:+10.3f} s  {item}\n")
+    except (OSError, WireError) as error:
+        sys.stderr.write(f"cannot replay {options.file}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,375 @@
+"""The core, live: the one owner of ControllerCore, its clock, its journal, its links, and the callers' handles.
+
+Everything that changes the fleet goes through `_post`, on the event loop, one event to its end before the next: there
+are no locks because there is one writer. Actions never wait; what they lead to comes back as an event.
+"""
+
+import array
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import structlog
+import xxhash
+from aiohttp import web
+
+from nearline.controller import actions as do
+from nearline.controller import events as happened
+from nearline.controller.config import RuntimeConfig
+from nearline.controller.core import ControllerCore
+from nearline.controller.handle import InstanceTrack, RequestHandle
+from nearline.controller.imports import FileFetcher, Imports
+from nearline.controller.journal import JournalWriter
+from nearline.controller.node_link import NodeLinks
+from nearline.controller.snapshot import snapshot
+from nearline.protocol import (
+    AdapterSpec,
+    CheckpointKind,
+    Digest,
+    InstanceId,
+    InstanceState,
+    InstanceStatus,
+    ModelId,
+    ModelSpec,
+    NodeId,
+    NodeReport,
+    Request,
+    RequestId,
+    Seconds,
+    SequenceUpdate,
+)
+from nearline.protocol.errors import InvalidRequest, NearlineError, StateUnavailable
+from nearline.protocol.frames import (
+    Abort,
+    DeleteCheckpoint,
+    EnsureInstance,
+    ImportFinished,
+    ImportProgress,
+    InstanceChanged,
+    Preload,
+    Report,
+    StopInstance,
+    Submit,
+    ToController,
+    Tokens,
+)
+
+CLOCK: Callable[[], Seconds] = time.monotonic
+_NUM_PREFIX_TOKENS = 64
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start, for metrics. A failed check means a defect of ours, never of a caller."""
+
+    num_events: int = 0
+    num_dispatches: int = 0
+    num_redispatches: int = 0
+    num_rejects: int = 0
+    num_starts: int = 0
+    num_stops: int = 0
+    num_core_errors: int = 0
+    num_check_failures: int = 0
+    num_journal_errors: int = 0
+    start_estimate_s: Seconds = 0.0
+    start_error_s: Seconds = 0.0
+
+
+class Runtime:
+    """The fleet as the front door sees it. Owns: the core, all links and handles, the journal. Use `async with`."""
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self.core = ControllerCore(config.core)
+        self.counters = Counters()
+        self._config = config
+        self._links = NodeLinks(config, self)
+        self._imports = Imports(self.core.fleet, self._links, self.next_id)
+        self._handles: dict[RequestId, RequestHandle] = {}
+        self._tracks: dict[InstanceId, InstanceTrack] = {}
+        self._events: deque[happened.Event] = deque()
+        self._is_posting = False
+        self._num_ids = 0
+        self._wake: asyncio.TimerHandle | None = None
+        self._journal: JournalWriter | None = None
+        self._files: FileFetcher | None = None
+        self._checks: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._config.journal_directory is not None:
+            limits = (self._config.journal_part_bytes, self._config.journal_num_parts)
+            self._journal = JournalWriter(Path(self._config.journal_directory), self._config.core, *limits)
+        self._files = FileFetcher(self.core.fleet, self._config.node_token)
+        self._checks = asyncio.create_task(self._check_regularly(), name="core checks")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Let go of everything. Nodes keep their instances; open requests end with `state_unavailable`."""
+        for handle in list(self._handles.values()):
+            handle.end(StateUnavailable("the controller is stopping; try again", retry_after_s=1.0))
+        self._handles.clear()
+        self._links.close()
+        if self._wake is not None:
+            self._wake.cancel()
+        if self._checks is not None:
+            self._checks.cancel()
+            await asyncio.gather(self._checks, return_exceptions=True)
+        if self._files is not None:
+            await self._files.close()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    # ---- the front door ----
+
+    def next_id(self, prefix: str) -> str:
+        """Make an id that no earlier start of the controller has used."""
+        self._num_ids += 1
+        return f"{prefix}-{self._config.core.epoch}-{self._num_ids}"
+
+    def open(self, request: Request) -> RequestHandle:
+        """Start a request. Raises the NearlineError with which it is rejected at once."""
+        if request.request_id in self._handles:
+            raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
+        handle = RequestHandle(request, CLOCK(), self._cancel)
+        self._handles[request.request_id] = handle
+        self._post(happened.RequestArrived(_describe(request)))
+        if handle.error is not None:
+            raise handle.error
+        return handle
+
+    def add_model(self, spec: ModelSpec) -> None:
+        """Register a model, or a new version or setting of it."""
+        self._post(happened.ModelAdded(spec))
+
+    def remove_model(self, model_id: ModelId) -> None:
+        """Drain a model, then delete its checkpoint unless another name uses it."""
+        self._post(happened.ModelRemoved(model_id))
+
+    def add_adapter(self, spec: AdapterSpec) -> None:
+        self._post(happened.AdapterAdded(spec))
+
+    def remove_adapter(self, adapter_id: ModelId) -> None:
+        self._post(happened.AdapterRemoved(adapter_id))
+
+    def import_checkpoint(
+        self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
+    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+        """Bring a checkpoint into a node's store; the last item is ImportFinished. Closing it early cancels.
+
+        Raises the NearlineError with which the import failed.
+        """
+        return self._imports.run(kind, source, base_digest)
+
+    async def fetch_file(self, digest: Digest, name: str) -> bytes:
+        """Return a small file that lies beside a checkpoint's weights. Raises NotFound or NodeLost."""
+        if self._files is None:
+            raise StateUnavailable("the controller is not started")
+        return await self._files.fetch(digest, name)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Describe the fleet in JSON's types: nodes, instances, models with their queues, counters."""
+        return snapshot(self.core.fleet, self._tracks, self.counters, CLOCK())
+
+    async def serve_node(self, request: web.Request) -> web.WebSocketResponse:
+        """Handle GET /internal/node."""
+        return await self._links.serve(request)
+
+    # ---- the links (node_link.LinkOwner) ----
+
+    def node_joined(self, report: NodeReport) -> None:
+        self._track_all(report)
+        self._post(happened.NodeJoined(report))
+
+    def node_lost(self, node_id: NodeId) -> None:
+        self._imports.node_lost(node_id)
+        self._post(happened.NodeLost(node_id))
+
+    def frame_received(self, node_id: NodeId, frame: ToController) -> None:
+        match frame:
+            case Tokens(instance_id, updates):
+                for update in updates:
+                    self._sequence_updated(instance_id, update)
+            case InstanceChanged(status):
+                self._track(node_id, status)
+                self._post(happened.InstanceChanged(node_id, status))
+            case Report(report):
+                self._track_all(report)
+                self._post(happened.NodeReported(report))
+            case _:
+                self._imports.received(node_id, frame)
+                if isinstance(frame, ImportFinished):
+                    self._post(happened.CheckpointImported(node_id, frame.checkpoint))
+
+    def _sequence_updated(self, instance_id: InstanceId, update: SequenceUpdate) -> None:
+        handle = self._handles.get(update.request_id)
+        is_stale = handle is None or handle.attempt != update.attempt
+        if handle is None or is_stale or handle.track is None or handle.track.instance_id != instance_id:
+            return
+        if handle.receive(update, CLOCK()):
+            self._post(happened.FirstToken(update.request_id, update.attempt))
+        if handle.is_ended:
+            self._handles.pop(update.request_id, None)
+        if update.finish_reason is not None:
+            ended = (update.request_id, update.attempt, update.finish_reason, len(handle.generated_token_ids))
+            self._post(happened.SequenceEnded(*ended, error=update.error))
+
+    def _track_all(self, report: NodeReport) -> None:
+        for status in report.instances:
+            self._track(report.node_id, status)
+
+    def _track(self, node_id: NodeId, status: InstanceStatus) -> None:
+        """Keep what the waterfall needs of an instance, and compare its start with the estimate."""
+        track = self._tracks.get(status.instance_id)
+        if status.state in (InstanceState.STOPPED, InstanceState.FAILED):
+            self._tracks.pop(status.instance_id, None)
+            if status.error is not None:
+                log.warning("instance failed", instance=status.instance_id, code=status.error.code)
+            return
+        now = CLOCK()
+        if track is None:
+            track = self._tracks[status.instance_id] = InstanceTrack(status.instance_id, node_id, now, 0.0)
+        if status.timings is not None:
+            track.timings = status.timings
+        if status.state is InstanceState.READY and track.ready_at is None:
+            track.ready_at = now
+            took_s = now - track.ensured_at
+            self.counters.start_estimate_s += track.estimate_s
+            self.counters.start_error_s += abs(took_s - track.estimate_s)
+            log.info("instance ready", instance=track.instance_id, took_s=took_s, estimate_s=track.estimate_s)
+
+    # ---- the one door to the core ----
+
+    def _post(self, event: happened.Event) -> None:
+        """Take an event through the core. Events that come out of its actions wait until it is done."""
+        self._events.append(event)
+        if self._is_posting:
+            return
+        self._is_posting = True
+        try:
+            while self._events:
+                self._step(self._events.popleft())
+        finally:
+            self._is_posting = False
+
+    def _step(self, event: happened.Event) -> None:
+        now = CLOCK()
+        self.counters.num_events += 1
+        self._write_journal(event, now)
+        try:
+            todo = self.core.on(event, now)
+        except Exception:
+            self.counters.num_core_errors += 1
+            log.exception("the core failed on an event; it is dropped", event_type=type(event).__name__)
+            if isinstance(event, happened.RequestArrived):
+                self._end(event.info.request_id, NearlineError("the controller failed on this request"))
+            return
+        for action in todo:
+            self._execute(action, now)
+
+    def _execute(self, action: do.Action, now: Seconds) -> None:
+        match action:
+            case do.Dispatch():
+                self._dispatch(action, now)
+            case do.AbortSequence(request_id, instance_id, node_id):
+                self._links.send(node_id, Abort(instance_id, request_id))
+            case do.Reject(request_id, error, reason):
+                self.counters.num_rejects += 1
+                log.info("request rejected", request=request_id, code=error.code, reason=reason)
+                self._end(request_id, error.exception())
+            case do.EnsureInstance(spec, node_id, estimate_s, reason):
+                self.counters.num_starts += 1
+                log.info("instance start", instance=spec.instance_id, node=node_id, reason=reason)
+                self._tracks.setdefault(spec.instance_id, InstanceTrack(spec.instance_id, node_id, now, estimate_s))
+                self._links.send(node_id, EnsureInstance(spec))
+            case do.StopInstance(instance_id, node_id, drain_s, reason):
+                self.counters.num_stops += 1
+                log.info("instance stop", instance=instance_id, node=node_id, reason=reason)
+                self._links.send(node_id, StopInstance(instance_id, drain_s))
+            case do.Preload(node_id, digest, reason):
+                log.info("preload", digest=digest, node=node_id, reason=reason)
+                self._links.send(node_id, Preload(digest))
+            case do.DeleteCheckpoint(digest, reason):
+                log.info("checkpoint deleted", digest=digest, reason=reason)
+                self._links.broadcast(DeleteCheckpoint(digest))
+            case do.WakeAt(at):
+                self._set_wake(at - now)
+
+    def _dispatch(self, action: do.Dispatch, now: Seconds) -> None:
+        handle = self._handles.get(action.request_id)
+        if handle is None:
+            self._post(happened.RequestCancelled(action.request_id))
+            return
+        self.counters.num_dispatches += 1
+        self.counters.num_redispatches += action.attempt > 1
+        track = self._tracks.get(action.instance_id)
+        if track is None:
+            track = self._tracks[action.instance_id] = InstanceTrack(action.instance_id, action.node_id, now, 0.0)
+        handle.dispatched(action.attempt, track, now)
+        resumed = tuple(handle.generated_token_ids)
+        self._links.send(action.node_id, Submit(action.instance_id, handle.request, action.attempt, resumed))
+
+    def _cancel(self, handle: RequestHandle) -> None:
+        request_id = handle.request.request_id
+        handle.end(None)
+        self._handles.pop(request_id, None)
+        self._post(happened.RequestCancelled(request_id))
+
+    def _end(self, request_id: RequestId, error: NearlineError) -> None:
+        handle = self._handles.pop(request_id, None)
+        if handle is not None:
+            handle.end(error)
+
+    def _set_wake(self, delay_s: Seconds) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._post, happened.Woke())
+
+    def _write_journal(self, event: happened.Event, now: Seconds) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(event, now)
+        except OSError as error:
+            self.counters.num_journal_errors += 1
+            self._journal = None
+            log.error("journal stopped: the disk refused", error=str(error))
+
+    async def _check_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.check_interval_s)
+            for instance_id in [i for i in self._tracks if i not in self.core.fleet.instances]:
+                del self._tracks[instance_id]
+            try:
+                self.core.check()
+            except AssertionError as problem:
+                self.counters.num_check_failures += 1
+                log.error("an invariant of the core does not hold", problem=str(problem))
+
+
+def _describe(request: Request) -> happened.RequestInfo:
+    return happened.RequestInfo(
+        request_id=request.request_id,
+        model_id=request.model_id,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        max_tokens=request.sampling.max_tokens,
+        tenant=request.tenant,
+        slo=request.slo,
+        adapter_id=request.adapter_id,
+        adapter_digest=request.adapter_digest,
+        prefix_hash=_prefix_hash(request),
+        priority=request.priority,
+    )
+
+
+def _prefix_hash(request: Request) -> int:
+    """Equal for prompts whose first tokens an instance may share: same tokens, adapter and salt."""
+    head = request.prompt_token_ids[:_NUM_PREFIX_TOKENS]
+    if len(head) < _NUM_PREFIX_TOKENS // 2:
+        return 0
+    owner = f"{request.adapter_digest}/{request.salt}".encode()
+    return xxhash.xxh64_intdigest(array.array("Q", head).tobytes() + owner)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from nearline.controller.actions import Action
-from nearline.controller.fleet import ModelKey, ModelRecord
+from nearline.controller.state import ModelKey, ModelRecord
 from nearline.controller.timers import Timers
 
 

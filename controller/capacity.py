@@ -12,12 +12,12 @@ from nearline.controller.actions import EnsureInstance, Preload
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import bytes_by_tier, startup
-from nearline.controller.fleet import Fleet, InstanceRecord, ModelKey, ModelRecord
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import scaling
 from nearline.controller.policy.placement import Need, NoPlace, Placement, place
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.requests import RequestDesk
+from nearline.controller.state import Fleet, InstanceRecord, ModelKey, ModelRecord
 from nearline.protocol import InstanceId, InstanceSpec, Seconds
 from nearline.protocol.errors import ErrorInfo, NodeLost, OutOfMemory
 

@@ -21,9 +21,9 @@ from nearline.controller.events import (
     SequenceEnded,
     Woke,
 )
-from nearline.controller.fleet import Fleet, ModelRecord
 from nearline.controller.machines import MachineDesk
 from nearline.controller.requests import RequestDesk
+from nearline.controller.state import Fleet, ModelRecord
 from nearline.protocol import Digest, InstanceId, ModelId, ModelSpec, NodeId, RequestId, Seconds
 
 

@@ -8,8 +8,8 @@ from urllib.parse import quote
 import aiohttp
 import structlog
 
-from nearline.controller.fleet import Fleet, NodeRecord
 from nearline.controller.node_link import NodeLinks
+from nearline.controller.state import Fleet, NodeRecord
 from nearline.protocol import CheckpointKind, Digest, NodeId, TaskId
 from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound
 from nearline.protocol.frames import CancelImport, ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress

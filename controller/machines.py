@@ -7,9 +7,9 @@ should have and does not report are lost, unless the wish for them may not have 
 from nearline.controller.actions import EnsureInstance, StopInstance
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
-from nearline.controller.fleet import ENDED, Fleet, InstanceRecord, ModelRecord, NodeRecord
 from nearline.controller.policy.scaling import backoff_s
 from nearline.controller.requests import RequestDesk
+from nearline.controller.state import ENDED, Fleet, InstanceRecord, ModelRecord, NodeRecord
 from nearline.protocol import (
     CheckpointInfo,
     CheckpointKind,

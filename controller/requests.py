@@ -5,9 +5,9 @@ from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import retry_after_s
 from nearline.controller.events import RequestInfo, SequenceEnded
-from nearline.controller.fleet import Fleet, InstanceRecord, ModelRecord
 from nearline.controller.policy import admission, dispatch
 from nearline.controller.queues import RequestRecord
+from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
 from nearline.protocol import FinishReason, RequestId, Seconds
 from nearline.protocol.errors import (
     ERRORS,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from nearline.controller.fleet import Fleet, InstanceRecord, ModelRecord, NodeRecord
+from nearline.controller.state import Fleet, InstanceRecord, ModelRecord, NodeRecord
 from nearline.protocol import Seconds, to_plain
 
 

@@ -1,64 +1,270 @@
-"""The connection to Redis or Valkey: one place for its address, key prefix, time limits and failures."""
+"""The fleet as the controller believes it to be: nodes, instances, models, requests. Only the core changes it. Pure.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+The picture is advisory: an instance's state belongs to its node agent, which decides again whatever is gated on it.
+"""
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import RedisError
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from nearline.protocol.errors import StateUnavailable, StorageFull
+from nearline.controller.queues import RequestRecord, VirtualQueue
+from nearline.protocol import (
+    AdapterSpec,
+    Bytes,
+    CheckpointInfo,
+    DeviceInfo,
+    Digest,
+    InstanceId,
+    InstanceSpec,
+    InstanceState,
+    InstanceStatus,
+    ModelId,
+    ModelSpec,
+    NodeId,
+    NodeReport,
+    RequestId,
+    Residency,
+    Seconds,
+    Tier,
+)
 
-DEFAULT_PREFIX = "nearline:"
-SOCKET_TIMEOUT_S = 10.0
-"""Longer than any blocking read we do, so that only a dead server runs into it."""
-
-RETRY_AFTER_S = 2.0
+ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
+_NUM_PREFIXES = 256
+ModelKey = tuple[ModelId, Digest]
 
 
-class State:
-    """A Redis client that speaks our errors. Owns: the connection pool.
+@dataclass(slots=True, eq=False)
+class InstanceRecord:
+    """One instance and what the controller has sent to it. `in_flight` counts against its places until the end."""
 
-    Every key begins with `prefix`, so that two deployments can share one server.
+    spec: InstanceSpec
+    node: "NodeRecord"
+    model: "ModelRecord"
+    created_at: Seconds
+    estimate_s: Seconds = 0.0
+    state: InstanceState = InstanceState.PENDING
+    is_acknowledged: bool = False
+    is_stopping: bool = False
+    stop_by: Seconds = 0.0
+    ready_at: Seconds | None = None
+    idle_since: Seconds | None = None
+    has_served: bool = False
+    has_timings: bool = False
+    max_running: int = 0
+    in_flight: dict[RequestId, RequestRecord] = field(default_factory=dict)
+    adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
+    prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self.spec.instance_id
+
+    @property
+    def is_usable(self) -> bool:
+        """New requests may be dispatched to it."""
+        return self.state is InstanceState.READY and not self.is_stopping and self.node.is_connected
+
+    @property
+    def is_live(self) -> bool:
+        """It serves, or will."""
+        return not self.is_stopping
+
+    def apply(self, status: InstanceStatus) -> None:
+        """Take over what its node says."""
+        self.state = status.state
+        self.is_acknowledged = True
+        self.has_timings = self.has_timings or status.timings is not None
+        self.max_running = max(1, status.max_running)
+        for digest in status.adapter_digests:
+            self.adapters[digest] = None
+
+    def remember(self, request: RequestRecord) -> None:
+        """Note what a dispatched request leaves in the instance: its adapter and its prompt's prefix."""
+        if request.info.adapter_digest is not None:
+            self.adapters[request.info.adapter_digest] = None
+        if request.info.prefix_hash:
+            self.prefixes[request.info.prefix_hash] = None
+            self.prefixes.move_to_end(request.info.prefix_hash)
+            if len(self.prefixes) > _NUM_PREFIXES:
+                self.prefixes.popitem(last=False)
+
+
+@dataclass(slots=True, eq=False)
+class NodeRecord:
+    """One machine: its last report, whether its link stands, and when its storage link will be free."""
+
+    report: NodeReport
+    is_connected: bool = True
+    storage_free_at: Seconds = 0.0
+    instances: dict[InstanceId, InstanceRecord] = field(default_factory=dict)
+    residency: dict[Digest, Residency] = field(default_factory=dict)
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.report.node_id
+
+    def apply(self, report: NodeReport) -> None:
+        self.report = report
+        self.residency = {row.digest: row for row in report.residency}
+
+    def imported(self, checkpoint: CheckpointInfo) -> None:
+        """Count a checkpoint whose import just ended as being on this node's disk."""
+        row = Residency(checkpoint.digest, checkpoint.num_bytes, ssd_bytes=checkpoint.num_bytes, dram_bytes=0)
+        self.residency.setdefault(checkpoint.digest, row)
+
+    def holds(self, digest: Digest | None) -> bool:
+        """Whether this node can get at the bytes: it has them, or it has a link to fetch them over."""
+        if digest is None or self.bandwidth(Tier.REMOTE) > 0:
+            return True
+        row = self.residency.get(digest)
+        return row is not None and max(row.ssd_bytes, row.dram_bytes) >= row.num_bytes
+
+    def bandwidth(self, tier: Tier) -> float:
+        """Bytes per second out of a tier; 0 if this node does not have the tier."""
+        return next((row.bytes_per_s for row in self.report.bandwidths if row.tier is tier), 0.0)
+
+    def on_device(self, device: DeviceInfo) -> list[InstanceRecord]:
+        """Instances that occupy a slot of the device, draining ones too."""
+        return [i for i in self.instances.values() if i.spec.device_index == device.index]
+
+
+@dataclass(slots=True, eq=False)
+class ModelRecord:
+    """One version of a model: who waits for it, what serves it, and how its starts have gone.
+
+    `starved_since` is set exactly while requests wait and nothing serves or starts. A retired version accepts no
+    new requests; it lives until its last request has ended and its last instance has stopped.
     """
 
-    def __init__(self, url: str, prefix: str = DEFAULT_PREFIX) -> None:
-        self.prefix = prefix
-        self.redis: Any = Redis.from_url(  # its annotations know bytes only, we decode
-            url,
-            decode_responses=True,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=3.0,
-            retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), 2),
+    spec: ModelSpec
+    queue: VirtualQueue = field(default_factory=VirtualQueue)
+    instances: dict[InstanceId, InstanceRecord] = field(default_factory=dict)
+    num_running: int = 0
+    is_retired: bool = False
+    starved_since: Seconds | None = None
+    unplaceable_since: Seconds | None = None
+    num_start_failures: int = 0
+    retry_at: Seconds = 0.0
+    failed_nodes: dict[NodeId, None] = field(default_factory=dict)
+    preloading_on: NodeId | None = None
+    wait_reason: str = ""
+    service_s: Seconds = 1.0
+
+    @property
+    def key(self) -> ModelKey:
+        return (self.spec.model_id, self.digest)
+
+    @property
+    def digest(self) -> Digest:
+        return self.spec.checkpoint.digest
+
+    @property
+    def num_bytes(self) -> Bytes:
+        return self.spec.checkpoint.num_bytes
+
+    @property
+    def num_live(self) -> int:
+        return sum(instance.is_live for instance in self.instances.values())
+
+    def refresh(self, now: Seconds) -> None:
+        """Note when the model begins or ceases to be starved."""
+        is_starved = self.queue.num_waiting > 0 and self.num_live == 0
+        self.starved_since = (now if self.starved_since is None else self.starved_since) if is_starved else None
+
+    def retire(self) -> None:
+        """Take the name away from this version; it serves on only for those who hold it."""
+        self.is_retired = True
+        self.spec = replace(self.spec, min_replicas=0)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Everything the controller knows. `current` maps a name to the version new requests go to; `doomed` lists
+    digests whose bytes go as soon as nothing refers to them."""
+
+    nodes: dict[NodeId, NodeRecord] = field(default_factory=dict)
+    instances: dict[InstanceId, InstanceRecord] = field(default_factory=dict)
+    models: dict[ModelKey, ModelRecord] = field(default_factory=dict)
+    current: dict[ModelId, Digest] = field(default_factory=dict)
+    adapters: dict[ModelId, AdapterSpec] = field(default_factory=dict)
+    requests: dict[RequestId, RequestRecord] = field(default_factory=dict)
+    doomed: dict[Digest, None] = field(default_factory=dict)
+    num_waiting: int = 0
+
+    def current_model(self, model_id: ModelId) -> ModelRecord | None:
+        """The version that new requests for this name go to."""
+        digest = self.current.get(model_id)
+        return None if digest is None else self.models[model_id, digest]
+
+    def model_of(self, request: RequestRecord) -> ModelRecord:
+        return self.models[request.info.model_id, request.digest]
+
+    def is_referenced(self, digest: Digest) -> bool:
+        """Whether a registered name, a version still draining, or a request under way needs these bytes."""
+        checkpoints = [model.spec.checkpoint for model in self.models.values()]
+        checkpoints += [adapter.checkpoint for adapter in self.adapters.values()]
+        return any(checkpoint.digest == digest for checkpoint in checkpoints) or any(
+            request.info.adapter_digest == digest for request in self.requests.values()
         )
 
-    def key(self, *parts: str) -> str:
-        """Name a key of this deployment."""
-        return self.prefix + ":".join(parts)
+    def add_instance(self, instance: InstanceRecord) -> None:
+        self.instances[instance.instance_id] = instance
+        instance.node.instances[instance.instance_id] = instance
+        instance.model.instances[instance.instance_id] = instance
 
-    async def ping(self) -> None:
-        """Raises StateUnavailable when the server does not answer."""
-        with state_errors():
-            await self.redis.ping()
+    def drop_instance(self, instance: InstanceRecord) -> None:
+        del self.instances[instance.instance_id]
+        del instance.node.instances[instance.instance_id]
+        del instance.model.instances[instance.instance_id]
 
-    async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
-        """Run a Lua script atomically. Raises StateUnavailable."""
-        with state_errors():
-            return await self.redis.register_script(script)(keys=list(keys), args=list(args))
+    def check(self) -> None:
+        """Assert what must hold after every event. Raises AssertionError with the first problem."""
+        for problem in self._problems():
+            raise AssertionError(problem)
 
-    async def close(self) -> None:
-        await self.redis.aclose()
+    def _problems(self) -> Iterator[str]:
+        waiting = [r for model in self.models.values() for r in model.queue.requests()]
+        running = [r for instance in self.instances.values() for r in instance.in_flight.values()]
+        if self.num_waiting != len(waiting):
+            yield f"{self.num_waiting} requests counted as waiting, {len(waiting)} wait"
+        if sorted(r.order for r in waiting + running) != sorted(r.order for r in self.requests.values()):
+            yield "a request waits or runs twice, or nowhere"
+        for request in self.requests.values():
+            yield from self._request_problems(request)
+        for node in self.nodes.values():
+            for device in node.report.devices:
+                if node.is_connected and len(node.on_device(device)) > device.num_slots:
+                    yield f"{node.node_id} device {device.index} runs more than its {device.num_slots} slots"
+        for model in self.models.values():
+            yield from self._model_problems(model)
 
+    def _request_problems(self, request: RequestRecord) -> Iterator[str]:
+        request_id, model = request.info.request_id, self.models.get((request.info.model_id, request.digest))
+        if model is None:
+            yield f"{request_id} needs a model version that was forgotten"
+        elif request.instance_id is not None:
+            instance = self.instances.get(request.instance_id)
+            if instance is None or request_id not in instance.in_flight:
+                yield f"{request_id} is said to run on {request.instance_id}, which does not know it"
+            elif instance.model is not model:
+                yield f"{request_id} runs on an instance of another model version"
 
-@contextmanager
-def state_errors() -> Iterator[None]:
-    """Turn failures of the server and of the way to it into StateUnavailable (StorageFull when it is out of memory)."""
-    try:
-        yield
-    except (RedisError, OSError, TimeoutError) as error:
-        if str(error).startswith("OOM"):
-            raise StorageFull(f"Redis is out of memory: {error}; raise its maxmemory") from error
-        text = f"the state store (Redis) does not answer: {error}; try again"
-        raise StateUnavailable(text, retry_after_s=RETRY_AFTER_S) from error
+    def _model_problems(self, model: ModelRecord) -> Iterator[str]:
+        key, queue = model.key, model.queue
+        if model.num_running != sum(len(i.in_flight) for i in model.instances.values()):
+            yield f"{key} miscounts its running requests"
+        if queue.num_waiting != len(queue.requests()):
+            yield f"{key} miscounts its waiting requests"
+        if (model.starved_since is not None) != (queue.num_waiting > 0 and model.num_live == 0):
+            yield f"{key} is wrong about being starved"
+        if model.is_retired == (self.current.get(model.spec.model_id) == model.digest):
+            yield f"{key} is both current and retired, or neither"
+        for instance in model.instances.values():
+            if (instance.idle_since is not None) and instance.in_flight:
+                yield f"{instance.instance_id} is idle and busy at once"
+        for group in queue.groups.values():
+            orders = [request.order for request in group.waiting.values()]
+            if orders != sorted(orders):
+                yield f"a group of {key} is not first in, first out"
+            if bool(orders) != (group.key in queue.busy_groups):
+                yield f"a group of {key} is unreachable"

@@ -1,4 +1,4 @@
-"""What a policy may see of the fleet: read-only faces of the records in fleet.py. Pure."""
+"""What a policy may see of the fleet: read-only faces of the records in state.py. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol

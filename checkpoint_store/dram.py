@@ -13,10 +13,16 @@ from pathlib import Path
 import structlog
 
 from nearline.checkpoint_store.lease import Lease, ReadStats
-from nearline.checkpoint_store.pool import FRAME_FAILED, FRAME_READING, FRAME_READY, DramPool
+from nearline.checkpoint_store.pool import DramPool
 from nearline.checkpoint_store.reader import ChunkRead, ChunkReader, ReadJob, Window
 from nearline.checkpoint_store.tiers import Admission, DramTier
-from nearline.checkpoint_store.types import DATA_ALIGNMENT, Manifest
+from nearline.checkpoint_store.types import (
+    DATA_ALIGNMENT,
+    FRAME_FAILED,
+    FRAME_READING,
+    FRAME_READY,
+    Manifest,
+)
 from nearline.checkpoint_store.weights_file import FileStamp
 from nearline.protocol import Bytes, Digest, Seconds, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ModelNotFound, NearlineError, OutOfMemory

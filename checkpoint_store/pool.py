@@ -14,8 +14,6 @@ import structlog
 from nearline.protocol import Bytes
 from nearline.protocol.frames import PoolLayout
 
-FRAME_READING, FRAME_READY, FRAME_FAILED = 0, 1, 2
-"""Values of a ready byte: empty or still being read, valid, will not become valid."""
 _TOUCH_STEP_BYTES = 4 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
 _TOUCH_NICENESS = 10

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import xxhash
 
 from nearline.checkpoint_store.depth import ReaderDepth
 from nearline.checkpoint_store.pool import DramPool
-from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile
+from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile, check_digest
 from nearline.protocol import Bytes, Digest, Seconds
 from nearline.protocol.errors import CheckpointCorrupt
 
@@ -78,6 +77,8 @@ class ReadJob:
     def close(self) -> None:
         self.is_open = False
         if self._file is not None:
+            if self._file.refusal:
+                log.info("read through the page cache", path=str(self.path), reason=self._file.refusal)
             self._file.close()
 
 
@@ -183,7 +184,7 @@ class ChunkReader:
                 if job.is_verifying:
                     check_digest(view, chunk.digest, f"{job.path}: chunk {chunk.index} (byte {chunk.offset})")
         except CheckpointCorrupt as error:
-            return error
+            return CheckpointCorrupt(error.message)  # without a traceback: its frames would hold views of the pool
         except Exception as error:  # a reading thread must outlive any surprise, and the lease must hear of it
             log.exception("reading a chunk failed", path=str(job.path), chunk=chunk.index)
             return CheckpointCorrupt(f"{job.path}: chunk {chunk.index} cannot be read ({error})")
@@ -213,12 +214,3 @@ class ChunkReader:
                 self._wake.notify_all()
         self._start_window()
         return window
-
-
-def check_digest(view: memoryview, expected: str, what: str) -> None:
-    """Compare bytes with their xxh3-128. Raises CheckpointCorrupt naming `what` and both digests."""
-    actual = xxhash.xxh3_128_hexdigest(view)
-    if actual != expected:
-        raise CheckpointCorrupt(
-            f"{what} has digest {actual}, its manifest says {expected}: the bytes were altered; import it again"
-        )

@@ -14,6 +14,8 @@ DATA_ALIGNMENT: Bytes = 4096
 """The safetensors header is padded so that tensor data starts on this boundary (direct I/O, page mapping)."""
 WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
+FRAME_READING, FRAME_READY, FRAME_FAILED = 0, 1, 2
+"""Ready byte of a pool frame: empty or still being read, valid, never going to be valid."""
 
 
 @dataclass(frozen=True, slots=True)

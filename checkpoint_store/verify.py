@@ -5,9 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from nearline.checkpoint_store.reader import check_digest
 from nearline.checkpoint_store.types import Manifest
-from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile
+from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile, check_digest
 from nearline.protocol import Bytes
 from nearline.protocol.errors import CheckpointCorrupt
 

@@ -9,14 +9,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
+import xxhash
 
 from nearline.checkpoint_store.types import DATA_ALIGNMENT
 from nearline.protocol import Bytes
 from nearline.protocol.errors import CheckpointCorrupt
 
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,13 @@ class WeightsFile:
             raise CheckpointCorrupt(
                 f"{path} has {status.st_size} bytes, its manifest says {num_bytes}; import the checkpoint again"
             )
+        self.refusal: str | None = None
         self._direct_fd = self._open_direct()
-        self.is_direct = self._direct_fd is not None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads bypass the page cache; `refusal` says why not."""
+        return self.refusal is None
 
     def read_into(self, view: memoryview, offset: Bytes) -> None:
         """Fill `view` from `offset`. Direct I/O needs both on 4096-byte boundaries; the tail is read buffered.
@@ -79,7 +83,7 @@ class WeightsFile:
         try:
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
-            log.info("direct I/O refused, reading buffered", path=str(self.path), error=error.strerror)
+            self.refusal = error.strerror
             return None
 
     def _read_direct(self, view: memoryview, offset: Bytes) -> Bytes:
@@ -92,10 +96,18 @@ class WeightsFile:
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                self.is_direct = False
-                log.info("direct read refused, reading buffered", path=str(self.path), error=error.strerror)
+                self.refusal = error.strerror
                 return done
             if count == 0:
                 break
             done += count
         return done
+
+
+def check_digest(view: memoryview, expected: str, what: str) -> None:
+    """Compare bytes with their xxh3-128. Raises CheckpointCorrupt naming `what` and both digests."""
+    actual = xxhash.xxh3_128_hexdigest(view)
+    if actual != expected:
+        raise CheckpointCorrupt(
+            f"{what} has digest {actual}, its manifest says {expected}: the bytes were altered; import it again"
+        )

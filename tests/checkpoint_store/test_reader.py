@@ -1,0 +1,197 @@
+"""Reading threads: in order, each chunk reported once, urgent first, cancellable, digests checked."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nearline.checkpoint_store import Manifest
+from nearline.checkpoint_store.pool import DramPool
+from nearline.checkpoint_store.reader import ChunkRead, ChunkReader, ReadJob
+from nearline.checkpoint_store.weights_file import FileStamp
+from nearline.protocol.errors import CheckpointCorrupt
+
+
+class Recorder:
+    """Collects what a reader reports; `hold` makes every report wait, so that threads stay busy."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[ReadJob, ChunkRead, CheckpointCorrupt | None]] = []
+        self.windows: list[tuple[int, float]] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.changed = threading.Condition()
+
+    def on_chunk(self, job: ReadJob, chunk: ChunkRead, error: CheckpointCorrupt | None) -> None:
+        with self.changed:
+            self.chunks.append((job, chunk, error))
+            self.changed.notify_all()
+        assert self.hold.wait(10)
+
+    def wait(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.chunks) >= count, 10)
+
+    @property
+    def indices(self) -> list[int]:
+        return [chunk.index for _, chunk, _ in self.chunks]
+
+
+@pytest.fixture
+def pool(checkpoints: ModuleType) -> Iterator[DramPool]:
+    pool = DramPool(64, checkpoints.TINY_CHUNK)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def reader(pool: DramPool, recorder: Recorder) -> Iterator[ChunkReader]:
+    reader = ChunkReader(pool, 4, recorder.on_chunk, lambda b, s: recorder.windows.append((b, s)))
+    yield reader
+    recorder.hold.set()
+    reader.close()
+
+
+def job_for(directory: Path, manifest: Manifest, first_frame: int = 0, is_urgent: bool = True,
+            trusted: FileStamp | None = None) -> ReadJob:  # fmt: skip
+    size = manifest.chunk_bytes
+    chunks = [
+        ChunkRead(i, first_frame + i, i * size, min(size, manifest.num_bytes - i * size), digest)
+        for i, digest in enumerate(manifest.chunk_digests)
+    ]
+    path = directory / manifest.digest / "model.safetensors"
+    return ReadJob(manifest.digest, path, manifest.num_bytes, chunks, trusted, is_urgent)
+
+
+def test_frames_hold_the_file_and_every_chunk_is_reported_once(
+    tmp_path: Path, pool: DramPool, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    manifest = checkpoints.commit_random(tmp_path, 40, seed=1)
+    reader.submit(job_for(tmp_path, manifest))
+    recorder.wait(40)
+    blob = (tmp_path / manifest.digest / "model.safetensors").read_bytes()
+    assert b"".join(bytes(pool.frame(i)) for i in range(40))[: len(blob)] == blob
+    assert sorted(recorder.indices) == list(range(40))
+    assert [error for _, _, error in recorder.chunks if error] == []
+
+
+def test_chunks_finish_in_order_give_or_take_the_number_of_readers(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    reader.submit(job_for(tmp_path, checkpoints.commit_random(tmp_path, 40, seed=1)))
+    recorder.wait(40)
+    displacements = sorted(abs(place - index) for place, index in enumerate(recorder.indices))
+    assert displacements[20] <= 4  # the median: a thread may be descheduled while the others go on
+
+
+def test_what_somebody_waits_for_is_read_before_a_preload(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    background, urgent = (checkpoints.commit_random(tmp_path, 10, seed) for seed in (1, 2))
+    recorder.hold.clear()
+    reader.submit(job_for(tmp_path, background, is_urgent=False))
+    recorder.wait(4)  # every reader holds a chunk of the preload
+    reader.submit(job_for(tmp_path, urgent, first_frame=20))
+    recorder.hold.set()
+    recorder.wait(20)
+    assert {job.digest for job, _, _ in recorder.chunks[4:10]} == {urgent.digest}
+
+
+def test_a_preload_that_somebody_starts_waiting_for_moves_up(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    first, second = (checkpoints.commit_random(tmp_path, 10, seed) for seed in (1, 2))
+    recorder.hold.clear()
+    reader.submit(job_for(tmp_path, first, is_urgent=False))
+    waited_for = job_for(tmp_path, second, first_frame=20, is_urgent=False)
+    reader.submit(waited_for)
+    recorder.wait(4)
+    reader.promote(waited_for)
+    recorder.hold.set()
+    recorder.wait(20)
+    assert {job.digest for job, _, _ in recorder.chunks[4:10]} == {second.digest}
+
+
+def test_cancelling_returns_exactly_the_chunks_that_were_not_started(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    manifest = checkpoints.commit_random(tmp_path, 30, seed=1)
+    job = job_for(tmp_path, manifest)
+    recorder.hold.clear()
+    reader.submit(job)
+    recorder.wait(4)
+    assert reader.queued_bytes() == manifest.num_bytes - 4 * manifest.chunk_bytes
+    dropped = [chunk.index for chunk in reader.cancel(job)]
+    recorder.hold.set()
+    time.sleep(0.05)
+    assert sorted(dropped + recorder.indices) == list(range(30))
+    assert len(recorder.indices) == 4
+    assert reader.queued_bytes() == 0
+    assert not job.is_open
+    assert reader.cancel(job) == []
+
+
+@pytest.mark.parametrize("at_byte", [5000, 3 * 65536 + 17, -1])
+def test_one_flipped_bit_is_found_and_named(
+    at_byte: int, tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    manifest = checkpoints.commit_random(tmp_path, 6, seed=1)
+    path = tmp_path / manifest.digest / "model.safetensors"
+    blob = bytearray(path.read_bytes())
+    blob[at_byte] ^= 1
+    path.write_bytes(blob)
+    reader.submit(job_for(tmp_path, manifest))
+    recorder.wait(6)
+    bad = {chunk.index: error.message for _, chunk, error in recorder.chunks if error}
+    index = at_byte // manifest.chunk_bytes if at_byte > 0 else 5
+    assert list(bad) == [index]
+    assert f"{path}: chunk {index} (byte {index * manifest.chunk_bytes}) has digest" in bad[index]
+
+
+def test_a_trusted_file_is_not_checked_again_but_a_rewritten_one_is(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    manifest = checkpoints.commit_random(tmp_path, 3, seed=1)
+    path = tmp_path / manifest.digest / "model.safetensors"
+    status = path.stat()
+    stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    first = job_for(tmp_path, manifest, trusted=stamp)
+    reader.submit(first)
+    recorder.wait(3)
+    assert not first.is_verifying
+    path.write_bytes(bytes(manifest.num_bytes))  # right length, all zeros
+    reader.submit(job_for(tmp_path, manifest, trusted=stamp))
+    recorder.wait(6)
+    assert all(error for _, _, error in recorder.chunks[3:])
+
+
+def test_bandwidth_is_reported_per_window_of_chunks_and_at_the_end(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    manifest = checkpoints.commit_random(tmp_path, 40, seed=1)
+    reader.submit(job_for(tmp_path, manifest))
+    recorder.wait(40)
+    time.sleep(0.05)
+    assert sum(num_bytes for num_bytes, _ in recorder.windows) == manifest.num_bytes
+    assert len(recorder.windows) >= 2
+    assert all(seconds > 0 for _, seconds in recorder.windows)
+
+
+def test_closing_ends_the_threads_and_leaves_no_file_open(
+    tmp_path: Path, pool: DramPool, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    reader = ChunkReader(pool, 4, recorder.on_chunk, lambda b, s: None)
+    for seed in range(5):
+        reader.submit(job_for(tmp_path, checkpoints.commit_random(tmp_path, 10, seed)))
+    reader.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("nearline-read") and t.is_alive()]
+    assert {p for p in Path("/proc/self/fd").iterdir() if p.exists()} <= before

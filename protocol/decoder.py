@@ -200,7 +200,8 @@ def _qwen3(architecture: str, config: Config) -> DecoderSpec:
 
 
 def _smollm3(architecture: str, config: Config) -> DecoderSpec:
-    common = _common("smollm3", architecture, config)
+    # transformers ties this family by default, so a saved config may leave the field out.
+    common = _common("smollm3", architecture, {"tie_word_embeddings": True, **config})
     kinds = config.get("no_rope_layers") or []
     interval = int(config.get("no_rope_layer_interval") or 4)
     uses_rope = kinds or [(i + 1) % interval for i in range(common["num_layers"])]

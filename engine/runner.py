@@ -17,7 +17,7 @@ from nearline.engine.models.lora import AdapterPool
 from nearline.engine.sampler import Sampler
 from nearline.engine.types import Batch, BatchItem, SampledToken
 from nearline.protocol import Bytes, DecoderSpec, RequestId
-from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, NearlineError, OutOfMemory
+from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed, NearlineError, OutOfMemory
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Runner:
 
         An item that fails without being sampled has no outcome: it stands in `failed` until the next step, and its
         sequence must end before the step is committed, or others would reuse keys and values that are not there.
-        Raises CheckpointCorrupt if the model's bytes are bad, and nothing else.
+        Raises CheckpointCorrupt or InstanceFailed if the model's bytes are bad or do not come, and nothing else.
         """
         self.failed = []
         self.kv.copy_blocks(batch.block_copies)

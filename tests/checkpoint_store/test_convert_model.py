@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_offsets_of_the_manifest_are_where_the_bytes_are_and_data_starts_on_a_pa
     assert manifest.num_bytes == len(blob) == manifest.tensors[-1].offset + manifest.tensors[-1].num_bytes
     qkv = [entry for entry in manifest.tensors if entry.name.startswith("model.layers.0.self_attn.")][:3]
     assert [entry.name.split(".")[-2] for entry in qkv] == ["q_proj", "k_proj", "v_proj"]
-    assert all(a.offset + a.num_bytes == b.offset for a, b in zip(qkv, qkv[1:], strict=False))
+    assert all(a.offset + a.num_bytes == b.offset for a, b in pairwise(qkv))
 
 
 def test_shards_give_the_same_checkpoint_as_one_file(root: Path, source: Path, tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ class CapacityDesk:
         """Stop an instance if it is still idle: an arrival that came first has taken the timer away."""
         instance = self._fleet.instances.get(instance_id)
         at = None if instance is None else scaling.expires_at(instance)
-        if instance is None or at is None or at > now:
+        if instance is None or instance.idle_since is None or at is None or at > now:
             return
-        idle_s = now - (instance.idle_since or now)
+        idle_s = now - instance.idle_since
         reason = "its model was removed" if instance.model.is_retired else f"idle for {idle_s:.1f} s"
         self._machines.stop(instance, self._config.stop_drain_s, reason, now)
         self.schedule_idle(instance.model)
@@ -172,20 +172,20 @@ class CapacityDesk:
         residence, spare replicas, and after its wait bound any busy one. Minimums of others are respected.
         """
         other = instance.model
-        is_urgent = model.starved_since is not None
+        starved_since = model.starved_since
         if other.spec.model_id == model.spec.model_id and not other.is_retired:
             return False
         if instance.ready_at is None or other.num_live <= other.spec.min_replicas:
             return False
-        if not is_urgent and model.num_live >= model.spec.min_replicas:
+        if starved_since is None and model.num_live >= model.spec.min_replicas:
             return False
         max_wait_s = self._max_wait_s(model)
         allowed_at = scaling.residence_ends_at(instance, self._config, max_wait_s)
         if instance.in_flight or other.queue.num_waiting:
-            if not is_urgent:
+            if starved_since is None:
                 return False
             if other.num_live == 1:
-                allowed_at = max(allowed_at, (model.starved_since or now) + max_wait_s)
+                allowed_at = max(allowed_at, starved_since + max_wait_s)
         if allowed_at > now:
             self._replan_by(allowed_at)
             return False

@@ -10,7 +10,7 @@ import structlog
 from redis.exceptions import ResponseError
 
 from nearline.controller.jobs import GROUP, Job, JobStore, is_retryable
-from nearline.controller.state import State, state_errors
+from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId
 from nearline.protocol.errors import Busy, Cancelled, NearlineError, StateUnavailable
 
@@ -78,7 +78,7 @@ class JobWorker:
             await asyncio.sleep(pause_s)
 
     async def _ensure_group(self) -> None:
-        with state_errors():
+        async with state_errors():
             try:
                 await self._state.redis.xgroup_create(self._store.stream, GROUP, id="0", mkstream=True)
             except ResponseError as error:
@@ -89,7 +89,7 @@ class JobWorker:
         await self._free.acquire()
         entries: list[Any] = []
         try:
-            with state_errors():
+            async with state_errors():
                 read = self._state.redis.xreadgroup(GROUP, self._consumer, {self._store.stream: ">"}, 1, block=2000)
                 answer = await read
             entries = answer[0][1] if answer else []
@@ -110,7 +110,7 @@ class JobWorker:
             await self._free.acquire()
             entries: list[Any] = []
             try:
-                with state_errors():
+                async with state_errors():
                     cursor, entries, _ = await self._state.redis.xautoclaim(
                         self._store.stream, GROUP, self._consumer, int(min_idle_s * 1000), cursor, count=1
                     )

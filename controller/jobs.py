@@ -11,9 +11,10 @@ from enum import StrEnum
 from typing import Any
 
 import structlog
+from redis.exceptions import RedisError
 
 from nearline.controller import job_scripts as scripts
-from nearline.controller.state import State, state_errors
+from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId, TenantId, from_plain, to_plain
 from nearline.protocol.errors import (
     ERRORS,
@@ -151,7 +152,7 @@ class JobStore:
         """List a tenant's jobs, newest first, from behind the job `after`."""
         key = self._state.key("jobs", "of", tenant)
         found: list[Job] = []
-        with state_errors():
+        async with state_errors():
             rank = await self._state.redis.zrevrank(key, after) if after else -1
             start = -1 if rank is None else int(rank)
             while len(found) < limit:
@@ -182,7 +183,8 @@ class JobStore:
             while not job.state.is_terminal and loop.time() < deadline:
                 with suppress(TimeoutError):
                     # The slow re-check covers a message that was lost with its connection.
-                    await asyncio.wait_for(event.wait(), min(5.0, deadline - loop.time()))
+                    async with asyncio.timeout(min(5.0, deadline - loop.time())):
+                        await event.wait()
                 event.clear()
                 job = await self.get(job_id, tenant)
             return job
@@ -193,7 +195,7 @@ class JobStore:
 
     async def counts(self) -> dict[str, int]:
         """Number of waiting and running jobs, of jobs waiting for another attempt, and of dead letters."""
-        with state_errors():
+        async with state_errors():
             redis = self._state.redis
             dead, delayed = self._state.key("jobs", "dead"), self._state.key("jobs", "delayed")
             return {
@@ -203,7 +205,7 @@ class JobStore:
             }
 
     async def _read(self, job_id: str) -> Job | None:
-        with state_errors():
+        async with state_errors():
             fields = await self._state.redis.hgetall(self._prefix + job_id)
         return _job(fields) if fields else None
 
@@ -213,7 +215,7 @@ class JobStore:
         """Start the next attempt of a job read from the stream; None when there is nothing left to do."""
         lost = NearlineError(f"{MAX_LOST} runs ended with their controller; the job may be what kills it")
         late = SloUnattainable("the deadline passed before the job could run")
-        args = [job_id, entry, MAX_LOST, self._ttl_s, self._channel, _error_text(lost), _error_text(late)]
+        args: list[Any] = [job_id, entry, MAX_LOST, self._ttl_s, self._channel, _error_text(lost), _error_text(late)]
         flat = await self._state.run(scripts.BEGIN, self._keys(job_id), args)
         return _job(dict(zip(flat[::2], flat[1::2], strict=True))) if flat else None
 
@@ -238,7 +240,15 @@ class JobStore:
 
     async def retry(self, job: Job, error: BaseException, delay_s: float, is_failure: bool) -> bool:
         """Queue another attempt; after too many failures the job ends and becomes a dead letter."""
-        args = [job.job_id, job.attempt, _error_text(error), delay_s, int(is_failure), self._ttl_s, self._channel]
+        args: list[Any] = [
+            job.job_id,
+            job.attempt,
+            _error_text(error),
+            delay_s,
+            int(is_failure),
+            self._ttl_s,
+            self._channel,
+        ]
         return bool(await self._state.run(scripts.RETRY, self._keys(job.job_id), args))
 
     async def finish(
@@ -246,13 +256,13 @@ class JobStore:
     ) -> bool:
         """Move a job to a terminal state, at most once in its life. `attempt` None: whichever runs."""
         newest = "" if attempt is None else attempt
-        args = [job_id, newest, state.value, field, value, self._ttl_s, self._channel]
+        args: list[Any] = [job_id, newest, state.value, field, value, self._ttl_s, self._channel]
         return bool(await self._state.run(scripts.FINISH, self._keys(job_id), args))
 
     async def tick(self) -> int:
         """Queue delayed attempts that are due and expire jobs whose deadline passed."""
         late = SloUnattainable("the deadline passed before the job ended")
-        args = [self._prefix, self._ttl_s, self._channel, _error_text(late)]
+        args: list[Any] = [self._prefix, self._ttl_s, self._channel, _error_text(late)]
         return int(await self._state.run(scripts.TICK, self._keys(""), args))
 
     # ---- news ----
@@ -265,18 +275,19 @@ class JobStore:
         """Receive news for ever, over outages. Run it as a task beside everything that waits."""
         while True:
             try:
-                with state_errors():
-                    await self._receive()
-            except NearlineError as error:
-                log.warning("job_news_interrupted", error=error.message)
+                await self._receive()
+            except (NearlineError, RedisError, OSError) as error:
+                log.warning("job_news_interrupted", error=str(error))
                 await asyncio.sleep(0.5)
 
     async def _receive(self) -> None:
         async with self._state.redis.pubsub(ignore_subscribe_messages=True) as pubsub:
-            await pubsub.subscribe(self._channel)
+            async with state_errors():
+                await pubsub.subscribe(self._channel)
             self._tell(None)
             while True:
-                message = await pubsub.get_message(timeout=5.0)
+                async with state_errors():
+                    message = await pubsub.get_message(timeout=5.0)
                 if message is not None:
                     self._tell(JobId(message["data"]))
 

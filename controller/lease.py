@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from nearline.controller.state import State
+from nearline.controller.redis_state import State
 from nearline.protocol.errors import NearlineError
 
 log = structlog.get_logger(__name__)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nearline.controller.state import State, state_errors
+from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import AdapterSpec, Digest, ModelId, ModelSpec, from_plain, to_plain
 from nearline.protocol.errors import InvalidRequest, ModelNotFound, NameTaken, StateUnavailable
 
@@ -53,7 +53,7 @@ class Registry:
 
     async def load(self) -> None:
         """Read everything from Redis. Raises StateUnavailable."""
-        with state_errors():
+        async with state_errors():
             models = await self._state.redis.hgetall(self._state.key("models"))
             adapters = await self._state.redis.hgetall(self._state.key("adapters"))
         self.models = _parse(ModelSpec, models)

@@ -10,7 +10,7 @@ import datetime
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -33,7 +33,7 @@ class _RenderTimeout(BaseException):
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training; serving renders its body unchanged."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -121,7 +121,8 @@ class _Render:
         thread = threading.Thread(target=self._run, name="chat-template", daemon=True)
         thread.start()
         try:
-            return await asyncio.wait_for(self._future, limit_s)
+            async with asyncio.timeout(limit_s):
+                return await self._future
         except TimeoutError:
             raise InvalidRequest(f"the chat template ran for more than {limit_s:g} s; simplify it") from None
         finally:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from nearline.controller.templates import ChatTemplate, Message, choose_template
 from nearline.controller.text_stream import Detokenizer
-from nearline.protocol import CheckpointInfo, Digest
+from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 
 FetchFile = Callable[[Digest, str], Awaitable[bytes]]
@@ -212,6 +212,13 @@ class TextModels:
         if adapter is None or not any("chat_template" in n or n == "tokenizer_config.json" for n in adapter.files):
             return text
         return text.with_templates(await self._files(adapter))
+
+    async def preload(self, checkpoint: CheckpointInfo) -> None:
+        """Fetch the small files of a checkpoint while a node is there to give them, and check that they can be read."""
+        if checkpoint.kind is CheckpointKind.MODEL:
+            await self._get(checkpoint)
+        else:
+            named_templates(await self._files(checkpoint))
 
     async def _get(self, checkpoint: CheckpointInfo) -> TextModel:
         task = self._loaded.get(checkpoint.digest)

@@ -13,8 +13,11 @@ Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"
 """What decoders put where bytes do not (yet) form a character."""
 
-MAX_UNFINISHED = 3
-"""A UTF-8 character has four bytes at most, so more undecodable bytes than this can never become one."""
+MAX_LEAD = 3
+"""Bytes of a UTF-8 character that may still wait for its last one."""
+
+MAX_HELD = 8
+"""So many undecodable bytes in a row cannot all be waiting: the older ones never were text."""
 
 MAX_WINDOW = 64
 
@@ -35,12 +38,13 @@ class Detokenizer:
         """Add a token; return the text that is certain now."""
         self._ids.append(token_id)
         text = self._new_text()
-        stable = text.rstrip(UNFINISHED)
-        num_unfinished = len(text) - len(stable)
-        if (text and not num_unfinished) or num_unfinished > MAX_UNFINISHED or len(self._ids) > MAX_WINDOW:
+        num_stable = len(text.rstrip(UNFINISHED))
+        if (text and num_stable == len(text)) or len(self._ids) > MAX_WINDOW:
             return self._advance(text)
-        fresh = stable[self._num_returned :]
-        self._num_returned = max(self._num_returned, len(stable))
+        if len(text) - num_stable > MAX_HELD:
+            num_stable = len(text) - MAX_LEAD
+        fresh = text[self._num_returned : num_stable]
+        self._num_returned = max(self._num_returned, num_stable)
         return fresh
 
     def flush(self) -> str:

@@ -3,12 +3,11 @@
 The live implementation is controller/runtime.py; tests drive the same routes with a scripted one.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 from nearline.protocol import (
     AdapterSpec,
-    CheckpointInfo,
     CheckpointKind,
     Digest,
     ModelId,
@@ -17,6 +16,8 @@ from nearline.protocol import (
     SequenceUpdate,
 )
 from nearline.protocol.frames import ImportFinished, ImportProgress
+
+Snapshot = dict[str, list[dict[str, Any]]]
 
 
 class RequestHandle(Protocol):
@@ -52,16 +53,12 @@ class Runtime(Protocol):
 
     def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
-    ) -> AsyncIterator[ImportProgress | ImportFinished]:
+    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
         """Bring a checkpoint into a node's store. Closing the iterator early cancels the import."""
         ...
 
     async def fetch_file(self, digest: Digest, name: str) -> bytes: ...
 
-    def snapshot(self) -> Any:
-        """The fleet now: nodes, instances, queues, models."""
-
-
-def checkpoint_of(update: ImportProgress | ImportFinished) -> CheckpointInfo | None:
-    """Name the checkpoint when this update is the import's last."""
-    return update.checkpoint if isinstance(update, ImportFinished) else None
+    def snapshot(self) -> Snapshot:
+        """The fleet now, as rows of plain values under `nodes`, `instances` and `queues`."""
+        ...

@@ -1,0 +1,148 @@
+"""/admin: register and remove models and adapters, look at the fleet."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from nearline.controller.http.door import Door, door_of
+from nearline.controller.http.errors import envelope
+from nearline.controller.http.registration import Event, Registrar, adapter_object, model_object
+from nearline.controller.http.schemas import AdapterBody, ModelBody, parse
+from nearline.controller.http.sse import stream_events
+from nearline.protocol import ModelId, ModelSpec, Tier
+from nearline.protocol.errors import InvalidRequest, ModelNotFound, NearlineError
+
+log = structlog.get_logger(__name__)
+
+
+class Admin:
+    """The admin routes. Owns: the registrar."""
+
+    def __init__(self) -> None:
+        self._registrar = Registrar()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/admin/models", self.add_model),
+            web.get("/admin/models", list_models),
+            web.get("/admin/models/{name:.+}", get_model),
+            web.delete("/admin/models/{name:.+}", remove_model),
+            web.post("/admin/adapters", self.add_adapter),
+            web.get("/admin/adapters", list_adapters),
+            web.get("/admin/adapters/{name:.+}", get_adapter),
+            web.delete("/admin/adapters/{name:.+}", remove_adapter),
+            *[web.get(f"/admin/{kind}", list_rows) for kind in ("instances", "nodes", "queues")],
+        ]
+
+    async def add_model(self, request: web.Request) -> web.StreamResponse:
+        body = parse(ModelBody, await request.read())
+        if body.min_replicas > body.max_replicas:
+            raise InvalidRequest("min_replicas is more than max_replicas", param="min_replicas")
+        return await self._register(request, body)
+
+    async def add_adapter(self, request: web.Request) -> web.StreamResponse:
+        return await self._register(request, parse(AdapterBody, await request.read()))
+
+    async def _register(self, request: web.Request, body: ModelBody | AdapterBody) -> web.StreamResponse:
+        """Answer with SSE, with lines of JSON, or with the registered object alone, as `Accept` asks."""
+        door = door_of(request)
+        self._registrar.check(door, body)
+        events = self._registrar.events(door, body)
+        accept = request.headers.get("Accept", "")
+        if "text/event-stream" in accept:
+            return await stream_events(request, events, door.heartbeat_s)
+        if "application/x-ndjson" in accept:
+            return await _stream_lines(request, events)
+        registered: Event = {}
+        async with aclosing(events):
+            async for event in events:
+                registered = event
+        return web.json_response(registered, status=201)
+
+
+async def list_models(request: web.Request) -> web.StreamResponse:
+    door = door_of(request)
+    return _listed([_with_state(door, spec) for spec in door.registry.models.values()])
+
+
+async def get_model(request: web.Request) -> web.StreamResponse:
+    door, name = door_of(request), request.match_info["name"]
+    if name not in door.registry.models:
+        raise ModelNotFound(f"no model is named {name!r}", param="name")
+    return web.json_response(_with_state(door, door.registry.models[name]))
+
+
+async def remove_model(request: web.Request) -> web.StreamResponse:
+    door, name = door_of(request), ModelId(request.match_info["name"])
+    await door.registry.remove_model(name)
+    door.runtime.remove_model(name)
+    door.metrics.forget(name)
+    log.info("model_removed", model=name)
+    return web.json_response({"id": name, "object": "model", "deleted": True})
+
+
+async def list_adapters(request: web.Request) -> web.StreamResponse:
+    return _listed([adapter_object(spec) for spec in door_of(request).registry.adapters.values()])
+
+
+async def get_adapter(request: web.Request) -> web.StreamResponse:
+    registry, name = door_of(request).registry, request.match_info["name"]
+    if name not in registry.adapters:
+        raise ModelNotFound(f"no adapter is named {name!r}", param="name")
+    return web.json_response(adapter_object(registry.adapters[name]))
+
+
+async def remove_adapter(request: web.Request) -> web.StreamResponse:
+    door, name = door_of(request), ModelId(request.match_info["name"])
+    await door.registry.remove_adapter(name)
+    door.runtime.remove_adapter(name)
+    log.info("adapter_removed", adapter=name)
+    return web.json_response({"id": name, "object": "adapter", "deleted": True})
+
+
+async def list_rows(request: web.Request) -> web.StreamResponse:
+    return _listed(door_of(request).runtime.snapshot()[request.path.rpartition("/")[2]])
+
+
+def _with_state(door: Door, spec: ModelSpec) -> dict[str, Any]:
+    """Add what the fleet says: what runs, and the nearest tier that holds all its bytes."""
+    snapshot = door.runtime.snapshot()
+    states = [row["state"] for row in snapshot["instances"] if row["model"] == spec.model_id]
+    is_ready = "ready" in states
+    adapters = sorted(adapter.adapter_id for adapter in door.registry.adapters_of(spec.model_id))
+    return {
+        **model_object(spec),
+        "state": "ready" if is_ready else states[0] if states else "asleep",
+        "tier": Tier.DEVICE if is_ready else _nearest_tier(snapshot["nodes"], spec),
+        "num_instances": len(states),
+        "adapters": adapters,
+    }
+
+
+def _nearest_tier(nodes: list[dict[str, Any]], spec: ModelSpec) -> Tier:
+    rows = [node.get("residency", {}).get(spec.checkpoint.digest, {}) for node in nodes]
+    for tier, key in ((Tier.DRAM, "dram_bytes"), (Tier.SSD, "ssd_bytes")):
+        if any(row.get(key, 0) >= spec.checkpoint.num_bytes for row in rows):
+            return tier
+    return Tier.REMOTE
+
+
+def _listed(data: list[dict[str, Any]]) -> web.Response:
+    return web.json_response({"object": "list", "data": data})
+
+
+async def _stream_lines(request: web.Request, events: AsyncGenerator[Event, None]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "X-Accel-Buffering": "no"})
+    await response.prepare(request)
+    async with aclosing(events):
+        try:
+            async for event in events:
+                await response.write(json.dumps(event).encode() + b"\n")
+        except NearlineError as error:
+            await response.write(json.dumps(envelope(error)).encode() + b"\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,53 @@
+"""What every route stands on: the rest of the controller, handed over once when the application is made."""
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from nearline.controller.http.ports import Runtime
+from nearline.controller.jobs import JobStore
+from nearline.controller.lease import LeaderLease
+from nearline.controller.metrics import Metrics
+from nearline.controller.redis_state import State
+from nearline.controller.registry import Registry
+from nearline.controller.tenants import Tenants
+from nearline.controller.text import TextModels
+from nearline.protocol import Slo, TenantId
+
+MAX_BODY_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The front door's neighbours. `heartbeat_s` is how often a waiting stream shows a sign of life."""
+
+    runtime: Runtime
+    registry: Registry
+    texts: TextModels
+    jobs: JobStore
+    state: State
+    lease: LeaderLease
+    metrics: Metrics = field(default_factory=Metrics)
+    tenants: Tenants = field(default_factory=Tenants)
+    heartbeat_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf, and how urgently, something is generated."""
+
+    tenant: TenantId
+    slo: Slo = field(default_factory=Slo)
+
+
+DOOR: web.AppKey[Door] = web.AppKey("door", Door)
+TENANT: web.RequestKey[TenantId] = web.RequestKey("tenant", TenantId)
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+
+
+def door_of(request: web.Request) -> Door:
+    return request.app[DOOR]
+
+
+def tenant_of(request: web.Request) -> TenantId:
+    return request[TENANT]

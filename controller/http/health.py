@@ -1,0 +1,50 @@
+"""/health/live, /health/ready and /metrics. None of them wakes a model or needs a key."""
+
+import asyncio
+
+from aiohttp import web
+
+from nearline.controller.http.door import Door, door_of
+from nearline.protocol.errors import NearlineError
+
+PROBE_LIMIT_S = 2.0
+
+
+async def live(request: web.Request) -> web.StreamResponse:
+    """The process runs: always 200, also under overload."""
+    return web.json_response({"status": "live"})
+
+
+async def ready(request: web.Request) -> web.StreamResponse:
+    """Requests can be answered: Redis is there, this controller leads, and a node is connected."""
+    door = door_of(request)
+    checks = {
+        "redis": await _has_redis(door),
+        "leader": door.lease.token > 0,
+        "node": bool(door.runtime.snapshot()["nodes"]),
+    }
+    is_ready = all(checks.values())
+    body = {"status": "ready" if is_ready else "not_ready", "checks": checks}
+    return web.json_response(body, status=200 if is_ready else 503)
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    door = door_of(request)
+    door.metrics.observe(door.runtime.snapshot())
+    try:
+        async with asyncio.timeout(PROBE_LIMIT_S):
+            for state, count in (await door.jobs.counts()).items():
+                door.metrics.jobs.labels(state).set(count)
+    except (NearlineError, TimeoutError):
+        door.metrics.jobs.clear()
+    headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    return web.Response(body=door.metrics.render(), headers=headers)
+
+
+async def _has_redis(door: Door) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_LIMIT_S):
+            await door.state.ping()
+    except (NearlineError, TimeoutError):
+        return False
+    return True

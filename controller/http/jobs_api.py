@@ -1,0 +1,84 @@
+"""/v1/jobs: submit, look, wait, cancel, list; and how a worker runs one."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.functions import Invocation, accepted, idempotency_key, job_object, preferred_wait_s
+from nearline.controller.http.functions import prepare as prepare_function
+from nearline.controller.http.openai_chat import ChatCompletion
+from nearline.controller.http.openai_completions import Completion
+from nearline.controller.http.schemas import ChatBody, CompletionBody, JobBody, parse
+from nearline.controller.jobs import Job, JobRequest
+from nearline.protocol import Slo, SloClass
+from nearline.protocol.errors import InvalidRequest
+
+MAX_LISTED = 100
+SOON_S = 120.0
+"""A job due within this time belongs to the class that must start within a minute."""
+
+
+async def submit(request: web.Request) -> web.StreamResponse:
+    door, tenant = door_of(request), tenant_of(request)
+    body = parse(JobBody, await request.read())
+    await _check(door, Caller(tenant), body)
+    job_request = JobRequest(
+        tenant=tenant,
+        endpoint=body.endpoint,
+        model=body.model,
+        body={**body.input, "model": body.model, "stream": False},
+        deadline_s=body.deadline_s,
+        max_attempts=body.max_attempts,
+        idempotency_key=idempotency_key(request),
+    )
+    return await accepted(request, await door.jobs.submit(job_request))
+
+
+async def get(request: web.Request) -> web.StreamResponse:
+    job_id, wait_s = request.match_info["job_id"], preferred_wait_s(request)
+    return web.json_response(job_object(await door_of(request).jobs.wait(job_id, tenant_of(request), wait_s)))
+
+
+async def cancel(request: web.Request) -> web.StreamResponse:
+    job = await door_of(request).jobs.cancel(request.match_info["job_id"], tenant_of(request))
+    return web.json_response(job_object(job))
+
+
+async def list_jobs(request: web.Request) -> web.StreamResponse:
+    text = request.query.get("limit", "20")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_LISTED:
+        raise InvalidRequest(f"limit is a number from 1 to {MAX_LISTED}, not {text!r}", param="limit")
+    limit, after = int(text), request.query.get("after")
+    jobs = await door_of(request).jobs.list_jobs(tenant_of(request), limit + 1, after)
+    data = [job_object(job) for job in jobs[:limit]]
+    return web.json_response({"object": "list", "data": data, "has_more": len(jobs) > limit})
+
+
+async def _check(door: Door, caller: Caller, body: JobBody) -> None:
+    """Find what is wrong before the job is accepted. Raises NearlineError."""
+    text = json.dumps({**body.input, "model": body.model})
+    if body.endpoint == "function":
+        await prepare_function(door, caller, body.model, text)
+    else:
+        door.registry.resolve(body.model)
+        parse(ChatBody if body.endpoint == "/v1/chat/completions" else CompletionBody, text)
+
+
+async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+    """Run one attempt of a job to its result. Raises NearlineError."""
+    left_s = max(job.deadline_at - time.time(), 1.0)
+    slo_class = SloClass.BATCH_1M if left_s <= SOON_S else SloClass.BATCH_1H
+    caller = Caller(job.tenant, Slo(slo_class, deadline_s=left_s))
+    data = json.dumps({**job.body, "deadline_s": left_s})
+    running: Invocation | ChatCompletion | Completion
+    if job.endpoint == "function":
+        running = await Invocation.open(door, caller, job.model, data)
+    elif job.endpoint == "/v1/chat/completions":
+        running = await ChatCompletion.open(door, caller, data)
+    else:
+        running = await Completion.open(door, caller, data)
+    return await running.result(on_first_token=started)

@@ -1,0 +1,126 @@
+"""Registration: an import on a node becomes a name people can call, or nothing at all."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+
+from nearline.controller.http.door import Door
+from nearline.controller.http.schemas import AdapterBody, ModelBody
+from nearline.controller.registry import check_name
+from nearline.protocol import AdapterSpec, CheckpointInfo, CheckpointKind, ModelId, ModelSpec
+from nearline.protocol.errors import AdapterMismatch, ModelNotFound, NameTaken, NearlineError
+from nearline.protocol.frames import ImportFinished
+
+log = structlog.get_logger(__name__)
+
+Event = dict[str, Any]
+
+
+class Registrar:
+    """Registers models and adapters. Owns: the names under way, so that two imports never race for one."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def check(self, door: Door, body: ModelBody | AdapterBody) -> None:
+        """Refuse before anything is read. Raises InvalidRequest, NameTaken, ModelNotFound."""
+        known = door.registry.models if isinstance(body, ModelBody) else door.registry.adapters
+        check_name(body.name) if body.replace and body.name in known else door.registry.check_free(body.name)
+        if body.name in self._names:
+            raise NameTaken(f"{body.name!r} is being registered right now", param="name")
+        if isinstance(body, AdapterBody):
+            base_of(door, body)
+
+    async def events(self, door: Door, body: ModelBody | AdapterBody) -> AsyncGenerator[Event, None]:
+        """Yield progress, then the registered object: it may be called from then on. Leaving early cancels."""
+        self.check(door, body)
+        self._names.add(body.name)
+        try:
+            if isinstance(body, ModelBody):
+                kind, base_digest = CheckpointKind.MODEL, None
+            else:
+                kind, base_digest = CheckpointKind.ADAPTER, base_of(door, body).checkpoint.digest
+            checkpoint = None
+            async with aclosing(door.runtime.import_checkpoint(kind, body.source, base_digest)) as updates:
+                async for update in updates:
+                    if isinstance(update, ImportFinished):
+                        checkpoint = update.checkpoint
+                        break
+                    yield {"phase": update.phase, "done_bytes": update.done_bytes, "total_bytes": update.total_bytes}
+            if checkpoint is None:
+                raise NearlineError("the import ended without a checkpoint; see the node agent's log")
+            await door.texts.preload(checkpoint)
+            if isinstance(body, ModelBody):
+                yield await _publish_model(door, body, checkpoint)
+            else:
+                yield await _publish_adapter(door, body, checkpoint)
+        finally:
+            self._names.discard(body.name)
+
+
+def base_of(door: Door, body: AdapterBody) -> ModelSpec:
+    """Raises ModelNotFound."""
+    base = door.registry.models.get(body.base)
+    if base is None:
+        raise ModelNotFound(f"no model is named {body.base!r}; add the base of this adapter first", param="base")
+    return base
+
+
+async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> Event:
+    limits = (body.keep_alive_s, body.min_replicas, body.max_replicas)
+    spec = ModelSpec(ModelId(body.name), found, time.time(), *limits)
+    await door.registry.put_model(spec)
+    door.runtime.add_model(spec)
+    log.info("model_registered", model=body.name, digest=found.digest, num_bytes=found.num_bytes)
+    return model_object(spec)
+
+
+async def _publish_adapter(door: Door, body: AdapterBody, found: CheckpointInfo) -> Event:
+    base = base_of(door, body)  # it may have been removed while the import ran
+    if found.base_digest not in (None, base.checkpoint.digest):
+        raise AdapterMismatch(f"{base.model_id!r} was replaced during the import; register the adapter again")
+    spec = AdapterSpec(ModelId(body.name), base.model_id, found, time.time())
+    await door.registry.put_adapter(spec)
+    door.runtime.add_adapter(spec)
+    log.info("adapter_registered", adapter=body.name, base=base.model_id, digest=found.digest)
+    return adapter_object(spec)
+
+
+def model_object(spec: ModelSpec) -> dict[str, Any]:
+    """A registered model as operators see it."""
+    return {
+        "id": spec.model_id,
+        "object": "model",
+        **_checkpoint_fields(spec.checkpoint),
+        "max_context_tokens": spec.checkpoint.max_context_tokens,
+        "vocab_size": spec.checkpoint.vocab_size,
+        "created_at": spec.created_at,
+        "keep_alive_s": spec.keep_alive_s,
+        "min_replicas": spec.min_replicas,
+        "max_replicas": spec.max_replicas,
+    }
+
+
+def adapter_object(spec: AdapterSpec) -> dict[str, Any]:
+    """A registered adapter as operators see it."""
+    return {
+        "id": spec.adapter_id,
+        "object": "adapter",
+        "base": spec.base_id,
+        **_checkpoint_fields(spec.checkpoint),
+        "rank": spec.checkpoint.rank,
+        "created_at": spec.created_at,
+    }
+
+
+def _checkpoint_fields(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    return {
+        "digest": checkpoint.digest,
+        "source": checkpoint.source,
+        "architecture": checkpoint.architecture,
+        "dtype": checkpoint.dtype,
+        "num_bytes": checkpoint.num_bytes,
+    }

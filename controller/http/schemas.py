@@ -1,0 +1,158 @@
+"""The bodies clients send, as pydantic reads them. Unknown keys are ignored, wrong types and NaN refused.
+
+Source: OpenAI's API reference for the shared names; vLLM's documentation for the extra sampling parameters.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from nearline.protocol.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_CHOICES = 128
+
+TokenIds = list[int]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Body(BaseModel):
+    """Any request body."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+B = TypeVar("B", bound=Body)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: str
+
+
+class SamplingBody(Body):
+    """How to sample: OpenAI's names and vLLM's extras, on every endpoint that generates."""
+
+    max_tokens: int | None = Field(None, ge=0)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[Stop] | None, BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] = None
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=1000)
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    priority: int = Field(0, ge=-1000, le=1000)
+    deadline_s: float | None = Field(None, gt=0)
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class MessageBody(BaseModel):
+    """One turn of a conversation. What it holds beyond these fields goes to the chat template unchanged."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Any] | None = None
+
+
+Messages = Annotated[list[MessageBody], Field(min_length=1)]
+
+
+class ChatFields(Body):
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class ChatBody(SamplingBody, ChatFields):
+    """POST /v1/chat/completions"""
+
+    model: str
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions"""
+
+    model: str
+    prompt: str | list[str] | TokenIds | list[TokenIds] | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class FunctionBody(SamplingBody, ChatFields):
+    """POST /v1/functions/{name}/invocations: either `prompt` or `messages`."""
+
+    prompt: str | TokenIds | None = None
+    messages: Messages | None = None
+    n: Literal[1] | None = 1
+
+
+class JobBody(Body):
+    """POST /v1/jobs: `input` is the body that `endpoint` would take (default: the function named `model`)."""
+
+    model: str
+    input: dict[str, Any]
+    endpoint: Literal["function", "/v1/chat/completions", "/v1/completions"] = "function"
+    deadline_s: float = Field(86_400.0, gt=0, le=30 * 86_400)
+    max_attempts: int = Field(3, ge=1, le=100)
+
+
+class ModelBody(Body):
+    """POST /admin/models"""
+
+    name: str
+    source: str = Field(min_length=1)
+    keep_alive_s: float = 300.0
+    min_replicas: int = Field(0, ge=0, le=1000)
+    max_replicas: int = Field(1, ge=1, le=1000)
+    replace: bool = False
+
+
+class AdapterBody(Body):
+    """POST /admin/adapters"""
+
+    name: str
+    base: str
+    source: str = Field(min_length=1)
+    replace: bool = False
+
+
+def parse(cls: type[B], data: bytes | str) -> B:
+    """Read a JSON body. Raises InvalidRequest naming the first field that is wrong."""
+    try:
+        return cls.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise InvalidRequest(f"the body is not JSON: {first['msg']}") from None
+        # Members of unions show up in the path under their type's name; clients know fields and indices only.
+        path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        where = ".".join(path) or None
+        raise InvalidRequest(f"{where or 'body'}: {first['msg']}", param=where) from None

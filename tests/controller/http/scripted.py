@@ -1,0 +1,133 @@
+"""A runtime that says what a test tells it to, one token per update, behind the same protocol as the live one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from nearline.controller.handle import RequestTimings
+from nearline.controller.http.ports import Snapshot
+from nearline.protocol import (
+    AdapterSpec,
+    CheckpointInfo,
+    CheckpointKind,
+    Digest,
+    FinishReason,
+    ModelId,
+    ModelSpec,
+    Request,
+    SequenceTimings,
+    SequenceUpdate,
+    TaskId,
+    TokenLogprob,
+)
+from nearline.protocol.errors import NearlineError
+from nearline.protocol.frames import ImportFinished, ImportProgress
+
+EOS = 258
+Script = Callable[[Request], Sequence[int]]
+
+
+def text_ids(text: str, files: dict[str, bytes]) -> list[int]:
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_str(files["tokenizer.json"].decode()).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+class ScriptedHandle:
+    """Plays a script. `runtime.gate` holds it before its first token, `runtime.break_at` fails it at a token."""
+
+    def __init__(self, runtime: "ScriptedRuntime", request: Request) -> None:
+        self.runtime = runtime
+        self.request = request
+        self.is_cancelled = False
+        self.num_sent = 0
+        self.timings: RequestTimings | None = RequestTimings(is_cold=False, queued_s=0.001, num_attempts=1)
+
+    async def __aiter__(self) -> Any:
+        runtime, sampling = self.runtime, self.request.sampling
+        await runtime.gate.wait()
+        ids = list(runtime.script(self.request))
+        for index, token_id in enumerate(ids[: sampling.max_tokens]):
+            if runtime.break_at is not None and index == runtime.break_at[0]:
+                raise runtime.break_at[1]
+            await asyncio.sleep(runtime.step_s)
+            is_eos = token_id == EOS and not sampling.ignore_eos
+            is_last = index + 1 == min(len(ids), sampling.max_tokens)
+            reason = FinishReason.STOP if is_eos else FinishReason.LENGTH if is_last else None
+            self.num_sent += 1
+            yield self._update(token_id, reason, is_first=index == 0)
+            if reason is not None:
+                return
+
+    def _update(self, token_id: int, reason: FinishReason | None, is_first: bool) -> SequenceUpdate:
+        wanted = self.request.sampling.logprobs
+        top = tuple((token_id + i, -0.5 - i) for i in range(wanted or 0))
+        logprobs = None if wanted is None else (TokenLogprob(-0.5, top),)
+        timings = SequenceTimings(0.001, 0.0, 0.002, 3) if is_first else None
+        return SequenceUpdate(self.request.request_id, 1, (token_id,), reason, logprobs, timings)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class ScriptedRuntime:
+    """Every request gets `script(request)` as its tokens."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.script: Script = lambda request: [*text_ids("Hello, world!", files), EOS]
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.step_s = 0.0
+        self.break_at: tuple[int, NearlineError] | None = None
+        self.refusal: NearlineError | None = None
+        self.handles: list[ScriptedHandle] = []
+        self.imports: dict[str, CheckpointInfo | NearlineError] = {}
+        self.import_gate = asyncio.Event()
+        self.import_gate.set()
+        self.closed_imports: list[str] = []
+        self.models: dict[str, ModelSpec] = {}
+        self.adapters: dict[str, AdapterSpec] = {}
+        self.nodes: list[dict[str, Any]] = [{"id": "node-1"}]
+
+    def open(self, request: Request) -> ScriptedHandle:
+        if self.refusal is not None:
+            raise self.refusal
+        self.handles.append(ScriptedHandle(self, request))
+        return self.handles[-1]
+
+    def say(self, text: str, *more: int) -> None:
+        """Answer every request with this text and these ids."""
+        self.script = lambda request: [*text_ids(text, self.files), *more]
+
+    def add_model(self, spec: ModelSpec) -> None:
+        self.models[spec.model_id] = spec
+
+    def remove_model(self, model_id: ModelId) -> None:
+        del self.models[model_id]
+
+    def add_adapter(self, spec: AdapterSpec) -> None:
+        self.adapters[spec.adapter_id] = spec
+
+    def remove_adapter(self, adapter_id: ModelId) -> None:
+        del self.adapters[adapter_id]
+
+    async def import_checkpoint(
+        self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
+    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+        try:
+            yield ImportProgress(TaskId("t"), "convert", 1, 2)
+            await self.import_gate.wait()
+            found = self.imports[source]
+            if isinstance(found, NearlineError):
+                raise found
+            yield ImportFinished(TaskId("t"), found)
+        finally:
+            self.closed_imports.append(source)
+
+    async def fetch_file(self, digest: Digest, name: str) -> bytes:
+        return self.files[name]
+
+    def snapshot(self) -> Snapshot:
+        return {"nodes": self.nodes, "instances": [], "queues": []}

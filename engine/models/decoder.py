@@ -26,7 +26,7 @@ class Decoder:
         self.spec = spec
         self._reader = reader
         self._rope = RopeTable(spec, device)
-        self._layers: list[LayerWeights | None] = [None] * spec.num_layers
+        self.layers: list[LayerWeights | None] = [None] * spec.num_layers
         self._embedding_VM: Tensor | None = None
         self._final_norm_M: Tensor | None = None
         self._head_VM: Tensor | None = None
@@ -60,7 +60,7 @@ class Decoder:
         residual_TM = F.embedding(token_ids_T, self._embedding())
         branch_TM: Tensor | None = None
         for index in range(self.spec.num_layers):
-            layer = self._layers[index] or self._load(index)
+            layer = self.layers[index] or self._load(index)
             if branch_TM is None:
                 x_TM = kernels.rms_norm(residual_TM, layer.input_norm_M, eps)
             else:
@@ -116,7 +116,7 @@ class Decoder:
         return down_TM
 
     def _load(self, index: int) -> LayerWeights:
-        layer = self._layers[index] = self._reader.layer(index)
+        layer = self.layers[index] = self._reader.layer(index)
         return layer
 
     def _embedding(self) -> Tensor:

@@ -49,8 +49,8 @@ class StateDictWeights:
 class Harness:
     """A Runner with shuffled blocks: sequences come, run in any chunks and batches, and give their blocks back."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, weights: StateDictWeights, runner: Runner) -> None:
+        self.weights, self.runner = weights, runner
         self._free = list(range(runner.kv.num_blocks))
         random.Random(0).shuffle(self._free)
         self._count = 0
@@ -151,7 +151,8 @@ def bind() -> Callable[..., Harness]:
         spec = decoder_spec(plain)
         kv_bytes = num_tokens * spec.kv_values_per_token * (config.get("dtype") or model.dtype).itemsize
         runner_config = RunnerConfig(kv_bytes=kv_bytes, eos_token_ids=(2,), **config)
-        return Harness(Runner(StateDictWeights(model.state_dict()), spec, runner_config))
+        weights = StateDictWeights(model.state_dict())
+        return Harness(weights, Runner(weights, spec, runner_config))
 
     return make
 

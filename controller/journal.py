@@ -19,11 +19,11 @@ from typing import Any
 
 import msgpack
 
-from nearline.controller.actions import Action, WakeAt
+from nearline.controller.actions import Action, Reject, WakeAt
 from nearline.controller.config import CoreConfig
 from nearline.controller.core import ControllerCore
-from nearline.controller.events import Event
-from nearline.protocol import MessageCodec, RequestId, Seconds, WireError, encode, from_plain, to_plain
+from nearline.controller.events import Event, RequestCancelled, SequenceEnded
+from nearline.protocol import FinishReason, MessageCodec, RequestId, Seconds, WireError, encode, from_plain, to_plain
 
 FORMAT = 1
 SUFFIX = ".journal"
@@ -117,17 +117,21 @@ def concerning(
     is_open = False
     for now, event, actions in steps:
         info = getattr(event, "info", None)
-        if info is not None and info.request_id == request_id:
-            is_open = True
         for item in (event, *actions):
             status = getattr(item, "status", None)
             spec = getattr(item, "spec", None)
             name = getattr(item, "instance_id", None) or getattr(status or spec, "instance_id", None)
             is_own = request_id == getattr(info if item is event and info else item, "request_id", None)
-            if is_own and name:
-                instances[name] = None
+            if is_own:
+                is_open = not _is_end(item)
+                instances |= {name: None} if name else {}
             if is_own or (is_open and not isinstance(item, WakeAt) and name and _is_machine(item, name, instances)):
                 yield now, item
+
+
+def _is_end(item: Event | Action) -> bool:
+    is_finished = isinstance(item, SequenceEnded) and item.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return is_finished or isinstance(item, (Reject, RequestCancelled))
 
 
 def _is_machine(item: Event | Action, name: str, instances: dict[str, None]) -> bool:

@@ -102,7 +102,7 @@ class FakeNode:
 
 
 class World:
-    """Nodes, engines and callers around one core. Asserts that every action makes sense, and that a request ends once."""
+    """Nodes, engines and callers around one core. Asserts that actions make sense and that a request ends once."""
 
     def __init__(self, config: CoreConfig | None = None) -> None:
         self.config = config or CoreConfig()

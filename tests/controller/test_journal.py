@@ -1,0 +1,113 @@
+"""The journal: what was decided live is decided again, in any process; and one request's story can be told."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearline.controller import actions as do
+from nearline.controller import events as happened
+from nearline.controller.config import CoreConfig
+from nearline.controller.journal import JournalWriter, concerning, digest, read, replay
+from nearline.protocol import RequestId, WireError
+from tests.controller.fleets import World, report, world
+
+
+def busy_world() -> World:
+    w = world("a", "b", keep_alive_s=5.0, config=CoreConfig(epoch="j"))
+    w.add_node(report("n2", 2, ["digest-of-a", "digest-of-b"]))
+    for n in range(40):
+        w.arrive(f"r{n:02d}", "ab"[n % 2], prefix_hash=n % 3)
+        w.sleep(0.3)
+        w.start_all()
+        for name in list(w.running())[: n % 3]:
+            w.token(name)
+            w.finish(name)
+        if n % 11 == 7:
+            w.crash(w.instances()[0])
+    w.sleep(60)
+    return w
+
+
+def written(directory: Path, w: World, part_bytes: int = 1 << 20, num_parts: int = 100) -> Path:
+    writer = JournalWriter(directory, w.config, part_bytes, num_parts)
+    first = writer.path
+    for event, now in w.journal:
+        writer.write(event, now)
+    writer.close()
+    return first
+
+
+def test_a_replay_gives_the_actions_of_the_run(tmp_path: Path) -> None:
+    w = busy_world()
+    replayed = [action for _, _, actions in replay(written(tmp_path, w)) for action in actions]
+    assert replayed == w.actions
+
+
+def test_replays_agree_across_processes_and_hash_seeds(tmp_path: Path) -> None:
+    path = written(tmp_path, busy_world())
+    prints = []
+    for seed in ("0", "1"):
+        run = subprocess.run(
+            [sys.executable, "-m", "nearline.controller.journal", str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        prints.append(run.stdout.strip())
+    assert prints == [digest(replay(path))] * 2
+    assert len(prints[0]) == 32
+
+
+def test_a_journal_in_many_parts_replays_as_one(tmp_path: Path) -> None:
+    w = busy_world()
+    whole, parts = written(tmp_path / "whole", w), written(tmp_path / "parts", w, part_bytes=5000)
+    assert len(list((tmp_path / "parts").iterdir())) > 3
+    assert digest(replay(whole)) == digest(replay(parts))
+
+
+def test_old_parts_are_deleted_and_a_rest_without_its_beginning_says_so(tmp_path: Path) -> None:
+    w = busy_world()
+    written(tmp_path, w, part_bytes=5000, num_parts=2)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2
+    with pytest.raises(WireError, match="replay starts at part 0"):
+        list(replay(files[0]))
+    _, events = read(files[0])
+    assert 0 < len(list(events)) < len(w.journal)
+
+
+def test_a_record_cut_short_by_a_crash_ends_the_journal(tmp_path: Path) -> None:
+    w = busy_world()
+    path = written(tmp_path, w)
+    path.write_bytes(path.read_bytes()[:-7])
+    assert len(list(replay(path))) == len(w.journal) - 1
+
+
+def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, busy_world())
+    path.write_bytes(path.read_bytes().replace(b"\xa6format\x01", b"\xa6format\x63", 1))
+    with pytest.raises(WireError, match="format 99"):
+        list(replay(path))
+
+
+def test_the_story_of_a_request_names_what_it_waited_for(tmp_path: Path) -> None:
+    w = world("a", "b", config=CoreConfig(epoch="j"))
+    w.arrive("other", "a")
+    w.start_all()
+    w.finish("other")
+    w.arrive("mine", "b")
+    w.start_all()
+    w.arrive("noise", "b")
+    w.finish("mine")
+    w.finish("noise")
+    items = [item for _, item in concerning(RequestId("mine"), replay(written(tmp_path, w)))]
+    kinds = [type(item).__name__ for item in items if not isinstance(item, happened.InstanceChanged)]
+    assert kinds[:4] == ["RequestArrived", "StopInstance", "EnsureInstance", "Dispatch"]
+    assert kinds[-1] == "SequenceEnded"
+    stop = next(item for item in items if isinstance(item, do.StopInstance))
+    assert stop.reason.startswith("b waits")
+    assert not any("noise" in str(item) for item in items)

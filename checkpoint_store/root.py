@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from nearline.checkpoint_store.incoming import sweep_incoming
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest, read_manifest
 from nearline.protocol import Bytes, Digest
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest, ModelNotFound
@@ -38,6 +39,8 @@ class StoreRoot:
         self._write_lock(f"open by process {os.getpid()}")
         shutil.rmtree(path / "trash", ignore_errors=True)
         (path / "trash").mkdir(exist_ok=True)
+        if dead := sweep_incoming(path):
+            log.info("removed what dead imports left", names=dead)
 
     def scan(self) -> list[Manifest]:
         """Read every committed checkpoint, in order of digest; what is torn goes to quarantine."""

@@ -138,6 +138,8 @@ class CheckpointStore:
 
     def preload(self, digest: Digest) -> "Future[ReadStats]":
         """Read a checkpoint into DRAM behind whatever somebody waits for. Raises as `acquire`."""
+        if self._probe:
+            self._probe.interrupt()
         lease = self._cache.acquire(digest, is_urgent=False)
         lease.done.add_done_callback(lambda _: lease.release())
         return lease.done

@@ -61,4 +61,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointCorrupt(f"{path}: no valid manifest ({error}); remove the directory and import again") from None
     if manifest.format_version != FORMAT_VERSION:
         raise CheckpointCorrupt(f"{path}: format {manifest.format_version}, this version reads {FORMAT_VERSION}")
+    num_chunks = -(-manifest.num_bytes // manifest.chunk_bytes) if manifest.chunk_bytes > 0 else 0
+    if not num_chunks or num_chunks != len(manifest.chunk_digests):
+        raise CheckpointCorrupt(
+            f"{path}: {manifest.num_bytes} bytes in chunks of {manifest.chunk_bytes} do not make "
+            f"{len(manifest.chunk_digests)} digests; remove the directory and import again"
+        )
     return manifest

@@ -50,6 +50,16 @@ def other_version(directory: Path) -> None:
     (directory / "manifest.json").write_text(json.dumps(plain | {"format_version": 99}))
 
 
+def lose_a_digest(directory: Path) -> None:
+    plain = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(plain | {"chunk_digests": plain["chunk_digests"][:-1]}))
+
+
+def no_chunks(directory: Path) -> None:
+    plain = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(plain | {"chunk_bytes": 0}))
+
+
 def shorten(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -63,7 +73,10 @@ def rename(directory: Path) -> None:
     directory.rename(directory.with_name("somebody-elses-name"))
 
 
-@pytest.mark.parametrize("damage", [remove_manifest, tear_manifest, other_version, shorten, remove_weights, rename])
+@pytest.mark.parametrize(
+    "damage",
+    [remove_manifest, tear_manifest, other_version, lose_a_digest, no_chunks, shorten, remove_weights, rename],
+)
 def test_a_torn_checkpoint_is_quarantined_and_the_others_are_served(
     damage: Callable[[Path], None], root: Path, open_store: OpenStore, checkpoints: ModuleType
 ) -> None:
@@ -83,6 +96,12 @@ def test_adopting_a_torn_checkpoint_says_what_is_torn(
     shorten(root / "checkpoints" / manifest.digest)
     with pytest.raises(CheckpointCorrupt, match=f"has {manifest.num_bytes - 1} bytes, its manifest says"):
         store.adopt(manifest.digest)
+
+
+def test_what_a_dead_import_left_is_swept_when_the_store_opens(root: Path, open_store: OpenStore) -> None:
+    (root / "incoming" / "model-999999999-1-abcd").mkdir(parents=True)
+    open_store()
+    assert list((root / "incoming").iterdir()) == []
 
 
 def test_quarantine_keeps_every_torn_copy(root: Path, open_store: OpenStore, checkpoints: ModuleType) -> None:

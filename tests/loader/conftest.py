@@ -7,9 +7,19 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from nearline.checkpoint_store import CheckpointStore, StoreConfig
 from nearline.loader import MappedPool
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two busy torch threads on a shared machine make tests slow, and none needs them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

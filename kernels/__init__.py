@@ -16,11 +16,17 @@ from nearline.kernels.dispatch import (
     silu_mul,
     write_kv,
 )
+from nearline.kernels.fused import FusedDecoder, FusedStep, LayerShape, LayerTensors, PackedAdapter
 from nearline.kernels.types import AttentionMeta, LoraSegment
 
 __all__ = [
     "AttentionMeta",
+    "FusedDecoder",
+    "FusedStep",
+    "LayerShape",
+    "LayerTensors",
     "LoraSegment",
+    "PackedAdapter",
     "add_rms_norm",
     "argmax",
     "linear",

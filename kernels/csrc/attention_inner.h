@@ -1,0 +1,140 @@
+/* The inner loops of attention: transposed keys, scores, softmax of one row, weighted values. */
+#pragma once
+
+#include "ops.h"
+
+#define GROUP 16    /* positions whose keys are transposed together */
+#define ROW_BLOCK 4 /* rows that share a pass over keys or values */
+#define IS_DOT(dt) (HAS_DOT_BF16 && (dt) == BF16)
+
+/* Transposes 16 rows of 16 words: a[i] lane j becomes a[j] lane i. */
+INLINE void transpose16(v16 a[16]) {
+    v16 b[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+        v16 x = b[i + j], y = b[i + j + 2];
+        a[i + j] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        a[i + j + 2] = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    UNROLL for (int i = 0; i < 16; i += 8) UNROLL for (int j = 0; j < 4; j++) {
+        v16 x = a[i + j], y = a[i + j + 4];
+        b[i + j] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        b[i + j + 4] = __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    UNROLL for (int j = 0; j < 8; j++) {
+        a[j] = __builtin_shufflevector(b[j], b[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        a[j + 8] = __builtin_shufflevector(b[j], b[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+}
+
+/* Lays 16 key rows out as [words][16 positions]; a word is a float, or a bf16 pair for the dot unit. */
+INLINE void transpose_keys(const char *const rows[GROUP], long words, v16 *keys, int dt) {
+    int word_dt = IS_DOT(dt) ? F32 : dt; /* pairs move as 32-bit words */
+    for (long word = 0; word < words; word += 16) {
+        v16 block[16];
+        if (words - word >= 16) {
+            UNROLL for (int i = 0; i < 16; i++) block[i] = load16(at(rows[i], word, word_dt), word_dt);
+        } else {
+            for (int i = 0; i < 16; i++)
+                block[i] = load_some(at(rows[i], word, word_dt), (int)(words - word), word_dt);
+        }
+        transpose16(block);
+        UNROLL for (int i = 0; i < 16; i++) keys[word + i] = block[i];
+    }
+}
+
+INLINE v16 score_step(const char *query, v16 keys, v16 sum, int is_dot) {
+    float word;
+    memcpy(&word, query, 4);
+#if HAS_DOT_BF16
+    if (is_dot) return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(word), (__m512bh)keys);
+#endif
+    (void)is_dot;
+    return madd(splat(word), keys, sum);
+}
+
+/* Scores of `count` rows against one transposed group: even and odd words sum apart, then together. */
+INLINE void score_rows(const char *const *query, const v16 *keys, long words, v16 *scores, int count, int is_dot) {
+    v16 even[ROW_BLOCK], odd[ROW_BLOCK];
+    UNROLL for (int r = 0; r < count; r++) even[r] = odd[r] = splat(0.0f);
+    for (long word = 0; word < words; word += 2)
+        UNROLL for (int r = 0; r < count; r++) {
+            even[r] = score_step(query[r] + 4 * word, keys[word], even[r], is_dot);
+            odd[r] = score_step(query[r] + 4 * word + 4, keys[word + 1], odd[r], is_dot);
+        }
+    UNROLL for (int r = 0; r < count; r++) scores[r] = even[r] + odd[r];
+}
+
+INLINE void score_block(const char *const *query, const v16 *keys, long words, float *scores, long stride, float scale,
+                        long count, int is_dot) {
+    v16 out[ROW_BLOCK];
+    switch (count) {
+    case 1: score_rows(query, keys, words, out, 1, is_dot); break;
+    case 2: score_rows(query, keys, words, out, 2, is_dot); break;
+    case 3: score_rows(query, keys, words, out, 3, is_dot); break;
+    default: score_rows(query, keys, words, out, 4, is_dot);
+    }
+    for (long r = 0; r < count; r++) store16(scores + r * stride, out[r] * splat(scale), F32);
+}
+
+INLINE i32x16 lanes_within(long group, long low, long high) {
+    i32x16 lane = lane_index() + (int32_t)group;
+    return (lane >= (int32_t)low) & (lane < (int32_t)high);
+}
+
+/* Turns scores [first, last) of a row into exp(score - max) in place, zero outside [low, high); gives max and sum. */
+INLINE void softmax_row(float *scores, long low, long high, long first, long last, float *top, float *sum) {
+    v16 best = splat(-INFINITY), total = splat(0.0f);
+    for (long g = first; g < last; g += GROUP)
+        best = max16(best, select16(lanes_within(g, low, high), load16(scores + g, F32), splat(-INFINITY)));
+    *top = top16(best);
+    for (long g = first; g < last; g += GROUP) {
+        v16 p = exp16(load16(scores + g, F32) - splat(*top));
+        p = select16(lanes_within(g, low, high), p, splat(0.0f));
+        total += p;
+        store16(scores + g, p, F32);
+    }
+    *sum = sum16(total);
+}
+
+/* out[r, d] += Σ_i weight[r, i] · value[i, d] for i = 0 … n-1 in order. */
+INLINE void weigh_rows(const float *weights, long stride, const char *const *values, long n, float *out, long head_dim,
+                       int count, int dt) {
+    for (long d = 0; d + 64 <= head_dim; d += 64) {
+        v16 acc[ROW_BLOCK][4];
+        UNROLL for (int r = 0; r < count; r++) UNROLL for (int j = 0; j < 4; j++)
+            acc[r][j] = load16(out + r * head_dim + d + 16 * j, F32);
+        for (long i = 0; i < n; i++) {
+            v16 v[4];
+            UNROLL for (int j = 0; j < 4; j++) v[j] = load16(at(values[i], d + 16 * j, dt), dt);
+            UNROLL for (int r = 0; r < count; r++) {
+                v16 p = splat(weights[r * stride + i]);
+                UNROLL for (int j = 0; j < 4; j++) acc[r][j] = madd(p, v[j], acc[r][j]);
+            }
+        }
+        UNROLL for (int r = 0; r < count; r++) UNROLL for (int j = 0; j < 4; j++)
+            store16(out + r * head_dim + d + 16 * j, acc[r][j], F32);
+    }
+    for (long d = head_dim / 64 * 64; d < head_dim; d += 16) {
+        int lanes = head_dim - d < 16 ? (int)(head_dim - d) : 16;
+        for (int r = 0; r < count; r++) {
+            v16 acc = load_some(out + r * head_dim + d, lanes, F32);
+            for (long i = 0; i < n; i++)
+                acc = madd(splat(weights[r * stride + i]), load_some(at(values[i], d, dt), lanes, dt), acc);
+            store_some(out + r * head_dim + d, acc, lanes, F32);
+        }
+    }
+}
+
+INLINE void weigh_block(const float *weights, long stride, const char *const *values, long n, float *out, long head_dim,
+                        long count, int dt) {
+    switch (count) {
+    case 1: weigh_rows(weights, stride, values, n, out, head_dim, 1, dt); break;
+    case 2: weigh_rows(weights, stride, values, n, out, head_dim, 2, dt); break;
+    case 3: weigh_rows(weights, stride, values, n, out, head_dim, 3, dt); break;
+    default: weigh_rows(weights, stride, values, n, out, head_dim, 4, dt);
+    }
+}

@@ -1,0 +1,210 @@
+"""A run of decoder layers as one compiled call: what a small step on a CPU needs, because Python costs more than it.
+
+Same functions as the single ops, hence the same bits. Gated SiLU decoders with pre-norms on a CPU only; everything
+else goes through the single ops.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from nearline.kernels import native
+from nearline.kernels.types import AttentionMeta
+
+SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Projections an adapter may change, in the order of decoder.c."""
+_AMX_SINGLE_OPS_FROM = 64
+"""Tokens from which torch's products win on CPUs with bf16 tile units; not measured here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """Weights of one layer, contiguous, of the activations' dtype; the four norms may all be float32 instead.
+
+    Shapes: qkv [(H+2K)·D, M], o [M, H·D], gate_up [2F, M], down [M, F].
+    """
+
+    input_norm_M: Tensor
+    qkv_NM: Tensor
+    qkv_bias_N: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o_MN: Tensor
+    o_bias_M: Tensor | None
+    mlp_norm_M: Tensor
+    gate_up_NM: Tensor
+    gate_up_bias_N: Tensor | None
+    down_MF: Tensor
+    down_bias_M: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What all layers of a decoder share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    model_dim: int
+    ffn_dim: int
+    norm_eps: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """The packed tokens of one step. Shapes: positions_T, slots_T int32; cos_sin_SR as in rope_."""
+
+    positions_T: Tensor
+    slots_T: Tensor
+    cos_sin_SR: Tensor
+    meta: AttentionMeta
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((field.name, c_void_p) for field in fields(LayerTensors)),
+        *((name, c_void_p) for name in ("k_cache", "v_cache")),
+        *((name, c_long) for name in ("has_rope", "window")),
+    )
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, c_long) for name in ("model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")),
+        *((name, c_long) for name in ("block_size", "num_blocks")),
+        *((name, c_float) for name in ("eps", "scale")),
+        *((name, c_int) for name in ("dtype", "norm_dtype")),
+    )
+
+
+class _Site(ctypes.Structure):
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_long))
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (("start", c_long), ("end", c_long), ("layers", c_void_p))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("hidden", "cos_sin")),
+        ("num_tokens", c_long),
+        *((name, c_void_p) for name in ("positions", "slots", "query_starts", "context_lens", "block_tables")),
+        *((name, c_long) for name in ("num_positions", "rotated", "table_stride", "num_sequences")),
+        ("segments", c_void_p),
+        ("num_segments", c_long),
+    )
+
+
+class PackedAdapter:
+    """An adapter's pairs as a table of pointers. Owns: its b matrices, turned once to be read along rows.
+
+    `layers` holds per layer, by projection (see SITES), the pair (a_RM, b_NR) with its scaling folded into b.
+    """
+
+    def __init__(self, layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> None:
+        self._table = (_Site * (len(SITES) * len(layers)))()
+        self._kept: list[Tensor] = []
+        for index, pairs in enumerate(layers):
+            for number, name in enumerate(SITES):
+                if name not in pairs:
+                    continue
+                a, b = pairs[name][0].contiguous(), pairs[name][1].T.contiguous()
+                site = self._table[index * len(SITES) + number]
+                site.a, site.b, site.rank = a.data_ptr(), b.data_ptr(), a.shape[0]
+                self._kept += [a, b]
+        self.address = ctypes.addressof(self._table)
+
+
+class FusedDecoder:
+    """Runs layers [first, last) over packed tokens. Owns: references to every tensor whose address it holds."""
+
+    def __init__(self, shape: LayerShape, num_layers: int, dtype: torch.dtype) -> None:
+        self._lib = native.library()
+        self._shape = _Shape(shape.model_dim, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.ffn_dim)
+        self._shape.eps, self._shape.scale = shape.norm_eps, shape.scale
+        self._dtype = dtype
+        self._shape.dtype = self._shape.norm_dtype = native.CODES.get(dtype, 0)
+        self._layers = (_Layer * num_layers)()
+        self._kept: list[LayerTensors | None] = [None] * num_layers
+        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def accepts(self, num_tokens: int) -> bool:
+        """Tell whether a step of so many tokens should run here rather than op by op."""
+        if self._lib is None or self._dtype not in native.CODES or self._shape.head_dim % 8:
+            return False
+        is_matrix_bound = self._dtype == torch.bfloat16 and num_tokens >= _AMX_SINGLE_OPS_FROM
+        return not (is_matrix_bound and native.has_tile_units())
+
+    def set_layer(self, index: int, tensors: LayerTensors, has_rope: bool = True, window: int | None = None) -> None:
+        """Give layer `index` its weights. Raises ValueError for a dtype or layout that is not the decoder's."""
+        layer = self._layers[index]
+        norm_dtype = tensors.input_norm_M.dtype
+        for field in fields(LayerTensors):
+            tensor: Tensor | None = getattr(tensors, field.name)
+            wanted = norm_dtype if field.name.endswith(("norm_M", "norm_D")) else self._dtype
+            if tensor is None:
+                continue
+            if tensor.dtype != wanted or not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"layer {index}: {field.name} is {tensor.dtype} on {tensor.device}, not plain {wanted}"
+                )
+            setattr(layer, field.name, tensor.data_ptr())
+        self._shape.norm_dtype = native.CODES[norm_dtype]
+        layer.has_rope, layer.window = int(has_rope), window or 0
+        self._kept[index] = tensors
+
+    def set_caches(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Give every layer its (k_cache_NKPD, v_cache_NKPD), all of one shape. Cheap when they are already there."""
+        if caches is self._caches:
+            return
+        for layer, (k_cache, v_cache) in zip(self._layers, caches, strict=True):
+            if not native.are_caches(k_cache, v_cache, self._dtype):
+                raise ValueError(f"caches must be contiguous {self._dtype} on the CPU")
+            layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+            self._shape.num_blocks, _, self._shape.block_size, _ = k_cache.shape
+        self._caches = caches
+
+    def run(
+        self,
+        hidden_TM: Tensor,
+        step: FusedStep,
+        first: int,
+        last: int,
+        adapters: Sequence[tuple[int, int, PackedAdapter]] = (),
+    ) -> None:
+        """Carry the residual stream through layers [first, last), in place; `adapters` are (start, end, adapter) rows.
+
+        Raises IndexError for slots, blocks or positions outside their tables.
+        """
+        if self._lib is None or not all(self._kept[first:last]) or not self._caches:
+            raise RuntimeError("FusedDecoder.run before accepts(), set_layer() and set_caches()")
+        num_tokens = hidden_TM.shape[0]
+        is_plain = hidden_TM.is_contiguous() and step.cos_sin_SR.is_contiguous() and native.is_plain_meta(step.meta)
+        if hidden_TM.dtype != self._dtype or not is_plain:
+            raise ValueError(f"hidden states must be contiguous {self._dtype} and the meta contiguous int32")
+        positions = step.positions_T.to(torch.int32).contiguous()
+        slots = step.slots_T.to(torch.int32).contiguous()
+        starts, lens, tables, width, num_sequences = native.meta_pointers(step.meta)
+        packed = _Step(hidden_TM.data_ptr(), step.cos_sin_SR.data_ptr(), num_tokens, positions.data_ptr())
+        packed.slots, packed.query_starts, packed.context_lens = slots.data_ptr(), starts, lens
+        packed.block_tables, packed.table_stride, packed.num_sequences = tables, width, num_sequences
+        packed.num_positions, packed.rotated = step.cos_sin_SR.shape
+        segments = _segments(adapters, num_tokens)
+        packed.segments, packed.num_segments = ctypes.addressof(segments), len(adapters)
+        layers, shape = ctypes.addressof(self._layers), ctypes.addressof(self._shape)
+        native.check(self._lib.nl_decoder_layers(shape, layers, first, last, ctypes.addressof(packed)))
+
+
+def _segments(adapters: Sequence[tuple[int, int, PackedAdapter]], num_tokens: int) -> "ctypes.Array[_Segment]":
+    segments = (_Segment * len(adapters))()
+    for segment, (start, end, pack) in zip(segments, adapters, strict=True):
+        if not 0 <= start <= end <= num_tokens:
+            raise IndexError(f"adapter rows [{start}, {end}) lie outside a step of {num_tokens} tokens")
+        segment.start, segment.end, segment.layers = start, end, pack.address
+    return segments

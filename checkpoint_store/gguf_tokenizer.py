@@ -17,7 +17,7 @@ from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
 
 Metadata = Mapping[str, Any]
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -125,13 +125,15 @@ def _sentence_piece(metadata: Metadata, tokens: list[str], unknown: str | None) 
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise UnsupportedCheckpoint("the GGUF vocabulary has no scores; use the original model directory")
+    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     vocab = {token: index for index, token in enumerate(tokens)}
+    normal = {token for token, kind in zip(tokens, kinds, strict=False) if kind == _NORMAL}
     found = []
-    for index, token in enumerate(tokens):
+    for token in normal:
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                found.append((-scores[index], vocab[left], vocab[right], (left, right)))
+            if left in normal and right in normal:
+                found.append((-scores[vocab[token]], vocab[left], vocab[right], (left, right)))
     merges = [pair for *_, pair in sorted(found)]
     tokenizer = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))

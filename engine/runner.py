@@ -55,7 +55,7 @@ class Runner:
         self._device = torch.device(config.device)
         self.dtype = config.dtype or compute_dtype(weights, self._device)
         self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
-        self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self._device)
+        self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
         self._sampler = Sampler(config.eos_token_ids)

@@ -56,7 +56,7 @@ class _DummyWeights:
 def _dummy_adapter(dtype: torch.dtype, device: torch.device) -> Adapter:
     a = torch.full((4, _SPEC.model_dim), 0.01, dtype=dtype, device=device)
     b = torch.full((_SPEC.num_heads * _SPEC.head_dim, 4), 0.01, dtype=dtype, device=device)
-    return Adapter(Digest("warm-up"), ({"q_proj": LoraWeights(a, b)},) * _SPEC.num_layers, num_bytes=0)
+    return Adapter.of(Digest("warm-up"), [{"q_proj": LoraWeights(a, b)}] * _SPEC.num_layers)
 
 
 def _sequence(index: int, adapter: Digest | None, temperature: float) -> Sequence:

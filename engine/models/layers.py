@@ -1,12 +1,12 @@
 """Weights of a decoder, one value per layer: which tensors a layer holds and how they become views ready to use."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nearline.kernels import LayerTensors
 from nearline.protocol import DecoderSpec, tensor_slots
 from nearline.protocol.errors import CheckpointCorrupt
 
@@ -27,24 +27,6 @@ class Weights(Protocol):
     def wait_for(self, names: Sequence[str]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One transformer layer. Shapes: qkv [(H+2K)·D, M], o [M, H·D], gate_up [2F, M], down [M, F]."""
-
-    input_norm_M: Tensor
-    qkv_NM: Tensor
-    qkv_bias_N: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    o_MN: Tensor
-    o_bias_M: Tensor | None
-    mlp_norm_M: Tensor
-    gate_up_NM: Tensor
-    gate_up_bias_N: Tensor | None
-    down_MF: Tensor
-    down_bias_M: Tensor | None
-
-
 class WeightReader:
     """Turns a checkpoint's tensors into weights of one dtype, each layer as soon as its bytes are there.
 
@@ -58,13 +40,13 @@ class WeightReader:
         for slot in tensor_slots(spec):
             self._names.setdefault(_part_of(slot.name), []).append(slot.name)
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> LayerTensors:
         """Wait for a layer's bytes and return it. Raises CheckpointCorrupt if they cannot come."""
         spec, prefix = self._spec, f"model.layers.{index}."
         self._weights.wait_for(self._names[prefix])
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
         qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-        return LayerWeights(
+        return LayerTensors(
             input_norm_M=self._one(prefix + "input_layernorm.weight"),
             qkv_NM=self._fused(attn, qkv, "weight"),
             qkv_bias_N=self._fused(attn, qkv, "bias") if spec.has_qkv_bias else None,

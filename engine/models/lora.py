@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearline import kernels
 from nearline.engine.models.layers import Weights
-from nearline.kernels import LoraSegment
+from nearline.kernels import LoraSegment, PackedAdapter
 from nearline.protocol import Bytes, DecoderSpec, Digest
 from nearline.protocol.errors import AdapterMismatch, ModelNotFound
 
@@ -36,7 +36,14 @@ class Adapter:
 
     digest: Digest
     layers: tuple[dict[str, LoraWeights], ...]
+    packed: PackedAdapter
     num_bytes: Bytes
+
+    @classmethod
+    def of(cls, digest: Digest, layers: Sequence[dict[str, LoraWeights]]) -> "Adapter":
+        pairs = [{name: (pair.a_RM, pair.b_NR) for name, pair in layer.items()} for layer in layers]
+        num_bytes = sum(a.nbytes + b.nbytes for layer in pairs for a, b in layer.values())
+        return cls(digest, tuple(layers), PackedAdapter(pairs), num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +72,13 @@ class _Target:
 
 
 class LoraPlan:
-    """What the adapters of one step add, per layer and fused projection. Rows without adapter are never touched."""
+    """What the adapters of one step add, per layer and fused projection. Rows without adapter are never touched.
+
+    `packed` says the same for the compiled decoder: (start, end, adapter) of each run of rows.
+    """
 
     def __init__(self, spec: DecoderSpec, rows: Sequence[_Rows]) -> None:
+        self.packed = [(run.start, run.end, run.adapter.packed) for run in rows]
         q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         ends = [("q_proj", 0, q_dim), ("k_proj", q_dim, q_dim + kv_dim), ("v_proj", q_dim + kv_dim, q_dim + 2 * kv_dim)]
         halves = [("gate_proj", 0, spec.ffn_dim), ("up_proj", spec.ffn_dim, 2 * spec.ffn_dim)]
@@ -111,8 +122,7 @@ class AdapterPool:
         for module, scaling in _scalings(directory / ADAPTER_NAME).items():
             layer, projection = self._place(module)
             layers[layer][projection] = self._pair(module, weights, scaling)
-        used = sum(t.nbytes for layer in layers for pair in layer.values() for t in (pair.a_RM, pair.b_NR))
-        adapter = Adapter(digest, tuple(layers), used)
+        adapter = Adapter.of(digest, layers)
         self.add(adapter)
         return adapter
 
@@ -168,9 +178,10 @@ class AdapterPool:
                 f"adapter's {module!r} has A {list(a.shape)} and B {list(b.shape)}; the base needs "
                 f"[rank, {num_in}] and [{num_out}, rank]: it was trained for another base"
             )
-        scaled = b.to(self._device, torch.float32) * scaling
-        # A private copy even when dtypes agree: an adapter's memory must not hang on its mapped file.
-        return LoraWeights(a.to(self._device, self._dtype, copy=True), scaled.to(self._dtype))
+        # Private copies even when dtypes agree: an adapter's memory must not hang on its mapped file. b lies in memory
+        # as [R, out], which the kernels read row by row.
+        scaled_RN = (b.to(self._device, torch.float32) * scaling).to(self._dtype).T.contiguous()
+        return LoraWeights(a.to(self._device, self._dtype, copy=True), scaled_RN.T)
 
 
 def _scalings(path: Path) -> dict[str, float]:

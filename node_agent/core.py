@@ -245,13 +245,14 @@ class NodeCore:
             self._move(instance, LifecycleEvent.BOUND)
 
     def _on_bind_failed(self, event: ev.EngineBindFailed, now: Seconds) -> None:
+        """A bind failed, or a bound engine found its bytes to be bad."""
         engine = self._roster.engines[event.engine_id]
-        if engine.state is not EngineState.BINDING or engine.instance_id != event.instance_id:
+        if engine.instance_id != event.instance_id or engine.state is EngineState.EXITING:
             return
         # What half a bind left in the process is unknown, so the process is not used again.
         instance = self._roster.instances[event.instance_id]
         if instance.state is InstanceState.DRAINING:
-            self._kill(engine, "bind failed, and nobody wants the instance any more")
+            self._kill(engine, "it failed, and nobody wants the instance any more")
         else:
             self._fail(instance, event.error)
 

@@ -18,6 +18,8 @@ from nearline.protocol.frames import FromEngine, PoolLayout
 
 KILL_AFTER_S: Seconds = 3.0
 """Grace between SIGTERM and SIGKILL."""
+EXIT_GRACE_S: Seconds = 1.0
+"""Time to exit by itself for a process that has closed its socket."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """An engine that reads so little that this much piles up is stuck, and is ended."""
@@ -112,8 +114,10 @@ class EngineProcess:
         exiting = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((reading, exiting), return_when=asyncio.FIRST_COMPLETED)
+            # It closed its socket, so nothing more can come of it; its own exit code says more than our signal would.
+            await asyncio.wait((exiting,), timeout=EXIT_GRACE_S)
             if not exiting.done():
-                self.kill()  # it closed its socket: nothing more can come of it
+                self.kill()
             code = await exiting
             # A stray child may hold the socket open; what the engine itself wrote is already there.
             await asyncio.wait((reading, logging), timeout=0.5)

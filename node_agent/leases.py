@@ -1,6 +1,7 @@
 """The store's slow side in threads: pins held for instances, and the errands that read or remove bytes."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -78,10 +79,8 @@ class Leases:
             event: ev.NodeEvent = ev.LeaseFilled(instance_id, stats.seconds, stats.num_bytes, stats.tier)
         else:
             event = ev.LeaseBroken(instance_id, ErrorInfo.of(error))
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: the agent is going
             self._loop.call_soon_threadsafe(self._post, event)
-        except RuntimeError:  # the loop has ended: the agent is going
-            pass
 
 
 def _log_failure(what: str, done: "asyncio.Future[Any]") -> None:

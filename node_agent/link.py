@@ -24,7 +24,7 @@ log = structlog.get_logger()
 class ControllerLink:
     """Keeps one link up. Owns the HTTP session while `run` runs.
 
-    `hello(local_host)` makes the first Report of each link; `on_message` hears everything the controller says, in order;
+    `hello(local_host)` makes the first Report of each link; `on_message` hears all that the controller says, in order;
     `on_lost` is called once per link that was welcomed and broke. Callbacks run in the event loop and must not block.
     """
 

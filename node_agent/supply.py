@@ -32,22 +32,18 @@ def supply(demand: Demand, device: DeviceSlots, config: CoreConfig, now: Seconds
     Hungry instances come first and at once. Spares follow when the device has been quiet for a while, so that warming
     one up does not take the cores from a first token. After a failed start, one process at a time is tried.
     """
-    spares = min(config.num_prewarmed, max(1, demand.num_free_slots))
     have = demand.num_starting + demand.num_idle
-    urgent = max(0, demand.num_hungry - have)
-    missing = max(0, demand.num_hungry + spares - have)
-    if missing == 0:
+    spares = min(config.num_prewarmed, max(1, demand.num_free_slots))
+    missing = demand.num_hungry - have if demand.num_hungry else spares - have
+    if missing <= 0:
         surplus = demand.num_idle - max(config.num_prewarmed, demand.num_hungry)
         return Supply(num_ends=max(0, surplus), reason="more pre-warmed processes than wanted")
     if now < device.retry_at:
         return Supply(look_at=device.retry_at, reason="backing off after a failure")
-    if urgent == 0 and now < device.refill_at:
+    if not demand.num_hungry and now < device.refill_at:
         return Supply(look_at=device.refill_at, reason="the device is busy")
-    num_starts = missing if now >= device.refill_at else urgent
-    if device.num_failures:
-        num_starts = min(num_starts, 1 - min(1, demand.num_starting))
-    look_at = device.refill_at if num_starts < missing and now < device.refill_at else None
-    return Supply(num_starts, look_at=look_at, reason="an instance waits" if urgent else "pre-warmed spare")
+    num_starts = min(missing, 1 - min(1, demand.num_starting)) if device.num_failures else missing
+    return Supply(num_starts, reason="an instance waits" if demand.num_hungry else "pre-warmed spare")
 
 
 def backoff_s(num_failures: int, config: CoreConfig) -> Seconds:

@@ -41,6 +41,7 @@ from nearline.protocol import (
     RequestId,
     Seconds,
     SequenceUpdate,
+    StartTimings,
 )
 from nearline.protocol.errors import InvalidRequest, NearlineError, StateUnavailable
 from nearline.protocol.frames import (
@@ -59,6 +60,7 @@ from nearline.protocol.frames import (
 )
 
 CLOCK: Callable[[], Seconds] = time.monotonic
+StartObserver = Callable[[ModelId, StartTimings], None]
 _NUM_PREFIX_TOKENS = 64
 log = structlog.get_logger(__name__)
 
@@ -81,12 +83,16 @@ class Counters:
 
 
 class Runtime:
-    """The fleet as the front door sees it. Owns: the core, all links and handles, the journal. Use `async with`."""
+    """The fleet as the front door sees it. Owns: the core, all links and handles, the journal. Use `async with`.
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    `on_started` hears of every start once its timings are complete. `counters` and `core.fleet` may be read.
+    """
+
+    def __init__(self, config: RuntimeConfig, on_started: StartObserver | None = None) -> None:
         self.core = ControllerCore(config.core)
         self.counters = Counters()
         self._config = config
+        self._on_started = on_started
         self._links = NodeLinks(config, self)
         self._imports = Imports(self.core.fleet, self._links, self.next_id)
         self._handles: dict[RequestId, RequestHandle] = {}
@@ -171,9 +177,9 @@ class Runtime:
             raise StateUnavailable("the controller is not started")
         return await self._files.fetch(digest, name)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Describe the fleet in JSON's types: nodes, instances, models with their queues, counters."""
-        return snapshot(self.core.fleet, self._tracks, self.counters, CLOCK())
+    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
+        """Describe the fleet as rows of JSON's types: `nodes`, `instances`, `models` and `queues`."""
+        return snapshot(self.core.fleet, self._tracks, CLOCK())
 
     async def serve_node(self, request: web.Request) -> web.WebSocketResponse:
         """Handle GET /internal/node."""
@@ -234,7 +240,9 @@ class Runtime:
         if track is None:
             track = self._tracks[status.instance_id] = InstanceTrack(status.instance_id, node_id, now, 0.0)
         if status.timings is not None:
-            track.timings = status.timings
+            is_news, track.timings = track.timings is None, status.timings
+            if is_news and self._on_started is not None:
+                self._on_started(status.model_id, status.timings)
         if status.state is InstanceState.READY and track.ready_at is None:
             track.ready_at = now
             took_s = now - track.ensured_at

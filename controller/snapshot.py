@@ -1,70 +1,95 @@
-"""The fleet in JSON's types, for people and their tools. Pure: reads, changes nothing."""
+"""The fleet as rows of JSON's types, for people and their tools. Pure: reads, changes nothing."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
+from nearline.controller.handle import InstanceTrack
+from nearline.controller.policy.scaling import expires_at
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord, NodeRecord
-from nearline.protocol import Seconds, to_plain
+from nearline.protocol import InstanceId, Seconds, to_plain
+
+Row = dict[str, Any]
 
 
-def snapshot(fleet: Fleet, tracks: Mapping[Any, Any], counters: Any, now: Seconds) -> dict[str, Any]:
-    """Describe everything the controller knows. `tracks` maps instance ids to what was seen of their starts."""
+def snapshot(fleet: Fleet, tracks: Mapping[InstanceId, InstanceTrack], now: Seconds) -> dict[str, list[Row]]:
+    """Describe everything the controller knows. `tracks` holds what was seen of the instances' starts."""
+    models = list(fleet.models.values())
     return {
         "nodes": [_node(node) for node in fleet.nodes.values()],
         "instances": [_instance(i, tracks.get(i.instance_id), now) for i in fleet.instances.values()],
-        "models": [_model(model, now) for model in fleet.models.values()],
-        "adapters": [to_plain(adapter) for adapter in fleet.adapters.values()],
-        "num_waiting": fleet.num_waiting,
-        "num_running": len(fleet.requests) - fleet.num_waiting,
-        "counters": asdict(counters),
+        "models": [_model(model, now) for model in models],
+        "queues": [row for model in models for row in _queues(model, now)],
     }
 
 
-def _node(node: NodeRecord) -> dict[str, Any]:
-    plain: dict[str, Any] = to_plain(node.report)
-    plain["is_connected"] = node.is_connected
-    plain["instances"] = [instance.instance_id for instance in node.instances.values()]
-    plain["residency"] = [to_plain(row) for row in node.residency.values()]
-    return plain
-
-
-def _instance(instance: InstanceRecord, track: Any, now: Seconds) -> dict[str, Any]:
-    ready_at, timings = instance.ready_at, track.timings if track else None
+def _node(node: NodeRecord) -> Row:
+    report = node.report
     return {
-        "instance_id": instance.instance_id,
-        "model_id": instance.spec.model_id,
+        "id": node.node_id,
+        "is_connected": node.is_connected,
+        "http_url": report.http_url,
+        "devices": [device.name for device in report.devices],
+        "num_slots": sum(device.num_slots for device in report.devices),
+        "num_instances": len(node.instances),
+        "num_prewarmed": report.num_prewarmed,
+        "dram_pool_bytes": report.dram_pool_bytes,
+        "dram_free_bytes": report.dram_free_bytes,
+        "ssd_budget_bytes": report.ssd_budget_bytes,
+        "ssd_free_bytes": report.ssd_free_bytes,
+        "bandwidths": {row.tier.value: row.bytes_per_s for row in report.bandwidths},
+        "residency": {row.digest: to_plain(row) for row in node.residency.values()},
+    }
+
+
+def _instance(instance: InstanceRecord, track: InstanceTrack | None, now: Seconds) -> Row:
+    ready_at, expiry, num_held = instance.ready_at, expires_at(instance), len(instance.in_flight)
+    timings = track.timings if track else None
+    return {
+        "id": instance.instance_id,
+        "model": instance.spec.model_id,
         "digest": instance.spec.digest,
-        "node_id": instance.node.node_id,
+        "node": instance.node.node_id,
         "device_index": instance.spec.device_index,
         "state": "draining" if instance.is_stopping else instance.state.value,
-        "num_running": len(instance.in_flight),
+        "num_running": min(num_held, instance.max_running),
+        "num_waiting": max(0, num_held - instance.max_running),
         "max_running": instance.max_running,
+        "kv_tokens_used": instance.kv_tokens_used,
+        "kv_tokens_total": instance.kv_tokens_total,
+        "num_adapters": len(instance.adapters),
         "idle_s": None if instance.idle_since is None else now - instance.idle_since,
+        "expires_in_s": None if expiry is None else max(0.0, expiry - now),
         "start_s": None if ready_at is None else ready_at - instance.created_at,
         "estimate_s": instance.estimate_s,
-        "adapter_digests": list(instance.adapters),
         "timings": None if timings is None else to_plain(timings),
     }
 
 
-def _model(model: ModelRecord, now: Seconds) -> dict[str, Any]:
-    groups = model.queue.ordered_groups()
-    plain: dict[str, Any] = to_plain(model.spec)
-    return plain | {
+def _model(model: ModelRecord, now: Seconds) -> Row:
+    return {
+        "id": model.spec.model_id,
+        "digest": model.digest,
         "is_retired": model.is_retired,
-        "num_waiting": model.queue.num_waiting,
-        "num_running": model.num_running,
         "num_replicas": model.num_live,
+        "num_running": model.num_running,
+        "num_waiting": model.queue.num_waiting,
         "starved_s": None if model.starved_since is None else now - model.starved_since,
-        "wait_reason": model.wait_reason if model.queue.num_waiting else "",
-        "groups": [
-            {
-                "adapter_digest": group.key.adapter_digest,
-                "slo_class": group.key.slo_class.value,
-                "num_waiting": len(group.waiting),
-                "oldest_s": now - group.head().arrived_at,
-            }
-            for group in groups
-        ],
+        "num_start_failures": model.num_start_failures,
     }
+
+
+def _queues(model: ModelRecord, now: Seconds) -> list[Row]:
+    """One row per request group with waiting requests, the most urgent first."""
+    return [
+        {
+            "model": model.spec.model_id,
+            "digest": model.digest,
+            "adapter_digest": group.key.adapter_digest,
+            "slo_class": group.key.slo_class.value,
+            "num_waiting": len(group.waiting),
+            "oldest_s": now - group.head().arrived_at,
+            "due_in_s": group.head().due_at - now,
+            "reason": model.wait_reason or "all places of its instances are taken",
+        }
+        for group in model.queue.ordered_groups()
+    ]

@@ -51,6 +51,8 @@ class InstanceRecord:
     has_served: bool = False
     has_timings: bool = False
     max_running: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
     in_flight: dict[RequestId, RequestRecord] = field(default_factory=dict)
     adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -75,6 +77,7 @@ class InstanceRecord:
         self.is_acknowledged = True
         self.has_timings = self.has_timings or status.timings is not None
         self.max_running = max(1, status.max_running)
+        self.kv_tokens_used, self.kv_tokens_total = status.kv_tokens_used, status.kv_tokens_total
         for digest in status.adapter_digests:
             self.adapters[digest] = None
 

@@ -1,6 +1,7 @@
 """The runtime against a node agent on a real WebSocket: dispatch, stream, break, resume, end."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from nearline.protocol import (
     Request,
     RequestId,
     SamplingParams,
+    StartTimings,
     Tier,
 )
 from nearline.protocol.errors import (
@@ -41,7 +43,7 @@ from nearline.protocol.frames import (
     Submit,
 )
 from tests.controller.fake_agent import FakeAgent
-from tests.controller.fleets import checkpoint, model, report
+from tests.controller.fleets import TIMINGS, checkpoint, model, report
 
 TOKEN = "node-secret"
 
@@ -49,10 +51,11 @@ TOKEN = "node-secret"
 class Fleet:
     """A runtime behind a real HTTP server, and a way to dial it."""
 
-    def __init__(self, runtime: Runtime, url: str, journal: Path) -> None:
+    def __init__(self, runtime: Runtime, url: str, journal: Path, started: list[tuple[str, StartTimings]]) -> None:
         self.runtime = runtime
         self.url = url
         self.journal = journal
+        self.started = started
 
     def agent(self, node_id: str = "n1", **settings: object) -> FakeAgent:
         return FakeAgent(self.url, report(node_id, 1, ["digest-of-a"], **settings), TOKEN)
@@ -64,7 +67,8 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     config = RuntimeConfig(
         core=core, node_token=TOKEN, fencing_token=7, check_interval_s=0.05, journal_directory=str(tmp_path)
     )
-    async with Runtime(config) as runtime:
+    started: list[tuple[str, StartTimings]] = []
+    async with Runtime(config, lambda model_id, timings: started.append((model_id, timings))) as runtime:
         app = web.Application()
         app.router.add_get("/internal/node", runtime.serve_node)
         runner = web.AppRunner(app, handler_cancellation=True)
@@ -73,7 +77,9 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         await site.start()
         port = runner.addresses[0][1]
         runtime.add_model(model("a"))
-        yield Fleet(runtime, f"http://127.0.0.1:{port}/internal/node", tmp_path / "t1.000.journal")
+        runtime.add_model(model("b"))
+        url = f"http://127.0.0.1:{port}/internal/node"
+        yield Fleet(runtime, url, tmp_path / "t1.000.journal", started)
         assert runtime.counters.num_core_errors == runtime.counters.num_check_failures == 0
         runtime.core.check()
     await runner.cleanup()
@@ -289,8 +295,16 @@ async def test_the_snapshot_is_plain_and_names_what_is_there(fleet: Fleet) -> No
     async with fleet.agent():
         await collect(fleet.runtime.open(request()))
         seen = fleet.runtime.snapshot()
-        assert [node["node_id"] for node in seen["nodes"]] == ["n1"]
-        assert seen["instances"][0]["state"] == "ready"
-        assert seen["instances"][0]["timings"]["tier"] == "ssd"
+        assert [(node["id"], node["num_instances"], node["num_slots"]) for node in seen["nodes"]] == [("n1", 1, 1)]
+        row = seen["instances"][0]
+        assert (row["id"], row["model"], row["node"], row["state"]) == ("a.t1.1", "a", "n1", "ready")
+        assert row["timings"]["tier"] == "ssd"
+        assert 299 < row["expires_in_s"] <= 300
         assert seen["models"][0]["num_replicas"] == 1
-        assert seen["counters"]["num_dispatches"] == 1
+        fleet.runtime.open(request("r2", model_id="b"))
+        (queue,) = fleet.runtime.snapshot()["queues"]
+        assert (queue["model"], queue["num_waiting"]) == ("b", 1)
+        assert "holds checkpoint digest-of-b" in queue["reason"]
+        assert fleet.runtime.counters.num_dispatches == 1
+        assert json.loads(json.dumps(seen)) == seen
+    assert fleet.started == [("a", TIMINGS)]

@@ -147,7 +147,7 @@ class AdapterTable:
         """Decide what to free and what to read now.
 
         1. Forget what was retired and is no longer needed.
-        2. While the adapters on the device take more than `max_bytes`, evict those that no sequence joined.
+        2. While the adapters on the device take more than `max_bytes`, evict those that no sequence joined, but one.
         3. Read what is wanted: first for the oldest sequence, then as announced. Without a place, evict the least
            recently used adapter that no sequence joined, else an unpinned one whose sequences are all newer;
            without one, the adapter that has been there longest yields.
@@ -157,7 +157,7 @@ class AdapterTable:
             if adapter.state is not AdapterState.LOADING:
                 actions += [FreeAdapter(adapter.digest)] if adapter.is_placed else []
                 del self._adapters[adapter.digest]
-        while self._placed_bytes() > self._max_bytes and (victim := self._victim(None)):
+        while self._placed_bytes() > self._max_bytes and self._num_placed() > 1 and (victim := self._victim(None)):
             actions.append(self._evict(victim))
         self._yielding, self._yields_to = [], None
         for adapter in sorted(self._absent(), key=lambda a: (not a.joined, a.joined[:1])):
@@ -170,13 +170,13 @@ class AdapterTable:
                 self._yields_to = adapter.joined[0]
                 ready = [a for a in self._adapters.values() if a.state is AdapterState.READY]
                 ready.sort(key=lambda a: a.ready_since)
-                is_full = sum(a.is_placed for a in self._adapters.values()) >= self._max_adapters
+                is_full = self._num_placed() >= self._max_adapters
                 self._yielding = [a.digest for a in (ready[:1] if is_full else ready)]
         return actions
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert sum(a.is_placed for a in self._adapters.values()) <= self._max_adapters, "more adapters than places"
+        assert self._num_placed() <= self._max_adapters, "more adapters than places"
         for adapter in self._adapters.values():
             assert 0 <= adapter.num_pinned <= len(adapter.joined), "pins and joins do not balance"
             assert not adapter.num_pinned or adapter.state is AdapterState.READY, "a pinned adapter is not ready"
@@ -190,9 +190,8 @@ class AdapterTable:
         return [a for a in self._adapters.values() if a.is_wanted and a.state is AdapterState.ABSENT]
 
     def _has_place(self, adapter: _Adapter) -> bool:
-        num_placed = sum(a.is_placed for a in self._adapters.values())
         is_small_enough = self._placed_bytes() + adapter.num_bytes <= self._max_bytes
-        return num_placed == 0 or (num_placed < self._max_adapters and is_small_enough)
+        return self._num_placed() == 0 or (self._num_placed() < self._max_adapters and is_small_enough)
 
     def _victim(self, wanting: _Adapter | None) -> _Adapter | None:
         ready = [a for a in self._adapters.values() if a.state is AdapterState.READY and not a.num_pinned]
@@ -204,6 +203,9 @@ class AdapterTable:
         adapter.state = AdapterState.ABSENT
         adapter.is_wanted = bool(adapter.joined)
         return FreeAdapter(adapter.digest)
+
+    def _num_placed(self) -> int:
+        return sum(a.is_placed for a in self._adapters.values())
 
     def _placed_bytes(self) -> Bytes:
         return sum(a.num_bytes for a in self._adapters.values() if a.is_placed)

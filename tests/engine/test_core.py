@@ -209,3 +209,16 @@ def test_a_prompt_that_is_wholly_known_still_computes_its_last_token_in_a_block_
     assert len(batch.block_copies) == 1
     engine.drain()
     assert engine.outputs["a#1"] == engine.outputs["b#1"] == solo(first)
+
+
+def test_two_equal_prompts_that_are_wholly_known_start_in_one_step_without_writing_the_same_block() -> None:
+    engine, prompt = Engine(max_step_tokens=None), list(range(1, 9))
+    for name in ("first", "b", "c"):
+        engine.add(make_request(name, prompt, max_tokens=5, ignore_eos=True))
+        if name == "first":
+            engine.drain()
+    batch = engine.step()
+    assert batch is not None
+    assert len(batch.items) == 2
+    engine.drain()
+    assert engine.outputs["b#1"] == engine.outputs["c#1"] == engine.outputs["first#1"]

@@ -1,0 +1,293 @@
+"""A PEFT adapter becomes a draft that means what peft means, or is refused saying why."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from nearline.checkpoint_store.convert import import_checkpoint
+from nearline.checkpoint_store.convert_types import Reporter
+from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest
+from nearline.protocol import CheckpointKind, Digest
+from nearline.protocol.errors import AdapterMismatch, CheckpointCorrupt, NearlineError, NotFound, UnsupportedCheckpoint
+from tests.checkpoint_store.sources import edit_json, import_model, leftovers, published, read_raw, write_raw
+
+torch.set_num_threads(1)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WEIGHTS = "adapter_model.safetensors"
+KEY = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+
+
+@pytest.fixture(scope="module")
+def base_dir(tiny_llama_dir: Callable[..., Path]) -> Path:
+    return tiny_llama_dir()
+
+
+@pytest.fixture
+def base(root: Path, base_dir: Path) -> Digest:
+    """The base model, imported; only then may an adapter come."""
+    return import_model(root, base_dir).digest
+
+
+@pytest.fixture
+def make(base_dir: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Save a random adapter with peft; keywords are LoraConfig's."""
+
+    def save(seed: int = 0, **settings: Any) -> Path:
+        model = AutoModelForCausalLM.from_pretrained(base_dir)
+        adapted = get_peft_model(model, LoraConfig(**({"task_type": "CAUSAL_LM", "target_modules": ALL} | settings)))
+        torch.manual_seed(seed)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        directory = tmp_path / f"adapter-{seed}"
+        adapted.save_pretrained(directory)
+        return directory
+
+    return save
+
+
+def import_adapter(root: Path, source: Path, base: Digest | None, warnings: list[str] | None = None) -> Manifest:
+    reporter = Reporter(warn=[].append if warnings is None else warnings.append)
+    return import_checkpoint(root, CheckpointKind.ADAPTER, str(source), base, reporter)
+
+
+def refused(root: Path, source: Path, base: Digest | None, error: type[NearlineError]) -> str:
+    before = leftovers(root)
+    with pytest.raises(error) as caught:
+        import_adapter(root, source, base)
+    assert leftovers(root) == before
+    return caught.value.message
+
+
+def deltas(directory: Path) -> dict[str, torch.Tensor]:
+    """What our files say each base weight changes by: scaling · B A."""
+    modules = json.loads((directory / "adapter.json").read_text())["modules"]
+    raw = read_raw(directory / WEIGHTS_NAME)
+    result = {}
+    for name, module in modules.items():
+        a, b = (
+            torch.from_numpy(np.frombuffer(raw[f"{name}.lora_{side}"][2], np.float32).copy()).reshape(
+                raw[f"{name}.lora_{side}"][1]
+            )
+            for side in "AB"
+        )
+        assert (a.shape[0], b.shape[1]) == (module["rank"], module["rank"])
+        result[name] = module["scaling"] * b @ a
+    return result
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "lora_alpha": 16},
+    "rslora": {"r": 4, "lora_alpha": 16, "use_rslora": True},
+    "patterns": {
+        "r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6, "^o_proj": 3},
+        "alpha_pattern": {r"model\.layers\.0\..*": 3, "v_proj": 5},
+    },
+    "rslora with patterns": {"r": 4, "use_rslora": True, "rank_pattern": {"down_proj": 1}},
+    "regex": {"r": 2, "target_modules": r".*layers\.0.*\.(q|v)_proj"},
+    "all-linear": {"r": 2, "target_modules": "all-linear"},
+    "one layer": {"r": 2, "layers_to_transform": [1], "exclude_modules": ["k_proj"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_ranks_and_scalings_are_pefts(
+    root: Path, base: Digest, base_dir: Path, make: Callable[..., Path], kind: str
+) -> None:
+    source = make(**SETTINGS[kind])
+    manifest = import_adapter(root, source, base)
+    ours = deltas(published(root, manifest))
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_dir), source)
+    layers = {n.removeprefix("base_model.model."): m for n, m in peft.named_modules() if hasattr(m, "get_delta_weight")}
+    assert ours.keys() == layers.keys()
+    for name, layer in layers.items():
+        torch.testing.assert_close(ours[name], layer.get_delta_weight("default").detach(), rtol=1e-5, atol=1e-6)
+    assert manifest.info.rank == max(module.r["default"] for module in layers.values())
+
+
+def test_an_adapters_info_names_its_base_and_its_files(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    source = make(r=4)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    info = import_adapter(root, source, base).info
+    assert (info.kind, info.base_digest, info.rank, info.dtype) == (CheckpointKind.ADAPTER, base, 4, "float32")
+    assert (info.family, info.architecture) == ("llama", "LlamaForCausalLM")
+    assert info.files == ("adapter.json", "adapter_config.json", "chat_template.jinja")
+
+
+def test_tensors_stand_in_execution_order_a_before_b_in_their_own_dtype(
+    root: Path, base: Digest, make: Callable[..., Path]
+) -> None:
+    source = make(r=2)
+    raw = read_raw(source / WEIGHTS)
+    half = {name: ("BF16", shape, data[: len(data) // 2]) for name, (_, shape, data) in raw.items()}
+    quiet = {name: (dtype, shape, b"\x12\x3f" * (len(data) // 2)) for name, (dtype, shape, data) in half.items()}
+    write_raw(source / WEIGHTS, dict(sorted(quiet.items(), reverse=True)))
+    manifest = import_adapter(root, source, base)
+    modules = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    expected = [f"model.layers.{i}.{m}.lora_{side}" for i in (0, 1) for m in modules for side in "AB"]
+    assert [entry.name for entry in manifest.tensors] == expected
+    assert {entry.dtype for entry in manifest.tensors} == {"BF16"}
+    assert manifest.info.dtype == "bfloat16"
+
+
+def test_the_same_adapter_for_another_base_is_another_checkpoint(
+    root: Path, base: Digest, make: Callable[..., Path], tiny_llama_dir: Callable[..., Path]
+) -> None:
+    source = make(r=2)
+    other = import_model(root, tiny_llama_dir(seed=1)).digest
+    assert import_adapter(root, source, base).digest != import_adapter(root, source, other).digest
+    assert import_adapter(root, source, base) == import_adapter(root, source, base)
+
+
+def test_an_adapter_whose_b_is_still_zero_is_served(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    source = make(r=2)
+    raw = read_raw(source / WEIGHTS)
+    raw |= {name: (d, s, bytes(len(x))) for name, (d, s, x) in raw.items() if ".lora_B." in name}
+    write_raw(source / WEIGHTS, raw)
+    assert all(not delta.any() for delta in deltas(published(root, import_adapter(root, source, base))).values())
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "initialised by pissa_niter_4, which also changes the base"),
+        ({"peft_type": "IA3"}, "adapters of type 'IA3'"),
+        ({"peft_type": None}, "adapters of type None"),
+        ({"r": 0}, "a rank is at least 1"),
+        ({"r": "four"}, "a value we cannot use"),
+        ({"lora_alpha": None}, "a value we cannot use"),
+        ({"rank_pattern": {"(": 4}}, "a value we cannot use"),
+        ({"lora_alpha": float("nan")}, "not finite"),
+    ],
+)
+def test_a_feature_that_is_not_served_is_named(
+    root: Path, base: Digest, make: Callable[..., Path], changes: dict[str, Any], words: str
+) -> None:
+    source = make(r=2)
+    edit_json(source / "adapter_config.json", **changes)
+    assert words in refused(root, source, base, UnsupportedCheckpoint)
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["q_proj", "lm_head"]])
+def test_lora_on_embeddings_or_the_head_is_refused_by_tensor_name(
+    root: Path, base: Digest, make: Callable[..., Path], modules: list[str]
+) -> None:
+    source = make(r=2, target_modules=modules)
+    assert modules[-1] in refused(root, source, base, UnsupportedCheckpoint)
+
+
+def change(source: Path, **changes: Any) -> None:
+    raw: dict[str, Any] = {**read_raw(source / WEIGHTS), **{KEY.format(side): raw for side, raw in changes.items()}}
+    write_raw(source / WEIGHTS, {name: value for name, value in raw.items() if value is not None})
+
+
+def f32(*shape: int, fill: float = 1.0) -> tuple[str, tuple[int, ...], bytes]:
+    return "F32", shape, np.full(shape, fill, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"A": f32(2, 32)}, AdapterMismatch, "has A (2, 32) and B (64, 2); the base's weight is (64, 64)"),
+        ({"B": f32(32, 2)}, AdapterMismatch, "needs A (r, 64) and B (64, r)"),
+        ({"A": f32(8, 64), "B": f32(64, 8)}, AdapterMismatch, "has rank 8, adapter_config.json says 2"),
+        ({"A": f32(0, 64), "B": f32(64, 0)}, AdapterMismatch, "has A (0, 64)"),
+        ({"A": f32()}, AdapterMismatch, "has A ()"),
+        ({"B": None}, AdapterMismatch, "has lora_A but no lora_B"),
+        ({"A": None}, AdapterMismatch, "has lora_B but no lora_A"),
+        ({"A": f32(2, 64, fill=float("nan"))}, CheckpointCorrupt, "holds NaN or infinity"),
+        ({"B": f32(64, 2, fill=float("-inf"))}, CheckpointCorrupt, "holds NaN or infinity"),
+        ({"A": ("F16", (2, 64), b"\x00\x7c" * 128)}, CheckpointCorrupt, "holds NaN or infinity"),
+        ({"A": ("BF16", (2, 64), b"\xc0\x7f" * 128)}, CheckpointCorrupt, "holds NaN or infinity"),
+        ({"A": ("I8", (2, 64), b"\x01" * 128)}, UnsupportedCheckpoint, "is I8; save it as F32, F16 or BF16"),
+    ],
+)
+def test_weights_that_do_not_fit_the_base_are_refused_with_their_numbers(
+    root: Path, base: Digest, make: Callable[..., Path], changes: dict[str, Any], error: Any, words: str
+) -> None:
+    source = make(r=2, target_modules=["q_proj"])
+    change(source, **changes)
+    message = refused(root, source, base, error)
+    assert words in message
+    assert "model.layers.1.self_attn.q_proj" in message
+
+
+def test_a_layer_the_base_does_not_have_is_refused(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    source = make(r=2, target_modules=["q_proj"])
+    raw = read_raw(source / WEIGHTS)
+    write_raw(source / WEIGHTS, {name.replace("layers.1.", "layers.7."): value for name, value in raw.items()})
+    message = refused(root, source, base, AdapterMismatch)
+    assert "'model.layers.7.self_attn.q_proj', but the base" in message
+    assert "has layers 0 to 1" in message
+
+
+def test_an_adapter_that_changes_nothing_is_refused(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    source = make(r=2)
+    write_raw(source / WEIGHTS, {})
+    assert "changes no module at all" in refused(root, source, base, AdapterMismatch)
+
+
+def test_a_pickled_or_missing_or_torn_weights_file_is_refused(
+    root: Path, base: Digest, make: Callable[..., Path]
+) -> None:
+    source = make(r=2)
+    blob = (source / WEIGHTS).read_bytes()
+    (source / WEIGHTS).write_bytes(blob[:-1])
+    assert "truncated" in refused(root, source, base, CheckpointCorrupt)
+    (source / WEIGHTS).unlink()
+    assert f"no {WEIGHTS}" in refused(root, source, base, UnsupportedCheckpoint)
+    (source / "adapter_model.bin").write_bytes(b"pickle")
+    assert "only adapter_model.bin, a pickle" in refused(root, source, base, UnsupportedCheckpoint)
+
+
+def test_an_adapter_needs_a_base_that_is_a_stored_model(
+    root: Path, base: Digest, base_dir: Path, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make(r=2)
+    assert "name its base" in refused(root, source, None, AdapterMismatch)
+    for unknown in ("0" * 32, "../x", ""):
+        assert "import the base model first" in refused(root, source, Digest(unknown), NotFound)
+    adapter = import_adapter(root, source, base).digest
+    assert "is an adapter itself" in refused(root, source, adapter, AdapterMismatch)
+    assert "it looks like a model" in refused(root, base_dir, base, UnsupportedCheckpoint)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    assert "not as GGUF files" in refused(root, tmp_path / "a.gguf", base, UnsupportedCheckpoint)
+
+
+def test_settings_of_a_later_peft_are_warned_about(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    source = make(r=2)
+    edit_json(source / "adapter_config.json", brand_new_feature={"x": 1}, another=False)
+    warnings: list[str] = []
+    import_adapter(root, source, base, warnings)
+    assert [w for w in warnings if w.endswith("ignored: brand_new_feature")]
+
+
+def test_names_with_an_adapter_suffix_or_without_peft_prefix_are_read(
+    root: Path, base: Digest, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make(r=2, alpha_pattern={"q_proj": 5})
+    wanted = import_adapter(root, source, base)
+    raw = read_raw(source / WEIGHTS)
+    for number, (old, new) in enumerate([(".weight", ".default.weight"), ("base_model.model.", "")]):
+        other = tmp_path / f"renamed-{number}"
+        shutil.copytree(source, other)
+        write_raw(other / WEIGHTS, {name.replace(old, new): value for name, value in raw.items()})
+        assert import_adapter(root, other, base).digest == wanted.digest

@@ -1,6 +1,6 @@
 """Synthetic traffic has the statistics it promises, and streams that do not disturb each other."""
 
-import itertools
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 import pytest
@@ -17,7 +17,7 @@ def traffic(**changes: object) -> Traffic:
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
 def test_gaps_have_the_rate_and_the_variation_asked_for(cv: float) -> None:
     times = [0.0, *(a.at for a in arrivals(traffic(cv=cv)))]
-    gaps = [b - a for a, b in itertools.pairwise(times)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert fmean(gaps) == pytest.approx(1 / 50, rel=0.12)
     assert pstdev(gaps) / fmean(gaps) == pytest.approx(cv, rel=0.12)
 

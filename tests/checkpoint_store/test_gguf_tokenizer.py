@@ -1,6 +1,7 @@
 """A GGUF vocabulary becomes a tokenizer that splits and merges as the original does."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +182,7 @@ def sentence_piece(text: str) -> list[str]:
     scores = dict(zip(SPM["tokenizer.ggml.tokens"][259:], SPM["tokenizer.ggml.scores"][259:], strict=True))
     symbols = list("▁" + text.replace(" ", "▁")) if text else []
     while True:
-        pairs = [
-            (-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in scores
-        ]
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]
         if not pairs:
             break
         _, i = min(pairs)

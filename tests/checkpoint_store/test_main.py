@@ -1,0 +1,179 @@
+"""The import process as the node agent and people start it: JSON lines, exit status, closed streams, the hub."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearline.protocol import CheckpointInfo, CheckpointKind, from_plain
+from nearline.protocol.errors import ErrorInfo
+from tests.checkpoint_store.hub import SHA, hub
+from tests.checkpoint_store.sources import edit_tensors, leftovers, random_f32
+
+MODULE = [sys.executable, "-m", "nearline.checkpoint_store"]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_llama_dir: Callable[..., Path]) -> Path:
+    return tiny_llama_dir()
+
+
+def run(*arguments: Any, **environment: str) -> tuple[int, list[dict[str, Any]], str]:
+    done = subprocess.run(
+        [*MODULE, *map(str, arguments)], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def info(lines: list[dict[str, Any]]) -> CheckpointInfo:
+    return from_plain(CheckpointInfo, lines[-1]["checkpoint"])
+
+
+def test_an_import_tells_its_progress_and_ends_with_the_checkpoint(root: Path, source: Path) -> None:
+    status, lines, errors = run("import", "--root", root, "--kind", "model", "--source", source)
+    assert (status, errors) == (0, "")
+    checkpoint = info(lines)
+    assert (checkpoint.kind, checkpoint.source) == (CheckpointKind.MODEL, str(source))
+    assert (root / "checkpoints" / checkpoint.digest / "manifest.json").is_file()
+    assert [set(line) for line in lines[:-1]] == [{"phase", "done_bytes", "total_bytes"}] * (len(lines) - 1)
+    phases = [line["phase"] for line in lines[:-1]]
+    assert list(dict.fromkeys(phases)) == ["reading", "writing", "verifying"]
+    last = {line["phase"]: (line["done_bytes"], line["total_bytes"]) for line in lines[:-1]}
+    assert last["writing"] == last["verifying"] == (checkpoint.num_bytes, checkpoint.num_bytes)
+
+
+def test_a_failed_import_ends_with_one_error_and_status_1(root: Path) -> None:
+    status, lines, _ = run("import", "--root", root, "--source", "/no/such/thing")
+    assert status == 1
+    error = from_plain(ErrorInfo, lines[-1]["error"])
+    assert (error.code, error.param) == ("invalid_request", "source")
+    assert "/no/such/thing" in error.message
+    assert sum("error" in line for line in lines) == 1
+
+
+def test_warnings_go_to_stderr_and_leave_stdout_clean(root: Path, source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "extra")
+    edit_tensors(tmp_path / "extra", **{"odd.tensor": random_f32((3,))})
+    status, lines, errors = run("import", "--root", root, "--source", tmp_path / "extra")
+    assert status == 0
+    assert info(lines).digest
+    assert "odd.tensor" in errors
+
+
+@pytest.mark.parametrize("closing", ["2>&-", "2>/dev/full", "0<&- 2>&-"])
+def test_a_closed_or_broken_stderr_changes_nothing(root: Path, source: Path, tmp_path: Path, closing: str) -> None:
+    shutil.copytree(source, tmp_path / "extra")
+    edit_tensors(tmp_path / "extra", **{"odd.tensor": random_f32((3,))})
+    command = f'exec "$@" {closing}'
+    arguments = [*MODULE, "import", "--root", str(root), "--source", str(tmp_path / "extra")]
+    done = subprocess.run(["sh", "-c", command, "sh", *arguments], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0
+    digest = info([json.loads(line) for line in done.stdout.splitlines()]).digest
+    assert run("verify", "--root", root, "--digest", digest)[0] == 0
+
+
+def test_an_import_nobody_listens_to_gives_up_and_cleans_up(root: Path, source: Path) -> None:
+    arguments = [*MODULE, "import", "--root", str(root), "--source", str(source)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert leftovers(root) == []
+
+
+def test_verify_passes_a_whole_checkpoint_and_names_what_is_wrong_with_another(root: Path, source: Path) -> None:
+    digest = info(run("import", "--root", root, "--source", source)[1]).digest
+    status, lines, _ = run("verify", "--root", root, "--digest", digest)
+    assert (status, info(lines).digest) == (0, digest)
+    weights = root / "checkpoints" / digest / "model.safetensors"
+    blob = bytearray(weights.read_bytes())
+    blob[-1] ^= 1
+    weights.write_bytes(blob)
+    status, lines, _ = run("verify", "--root", root, "--digest", digest)
+    assert status == 1
+    assert lines[-1]["error"]["code"] == "checkpoint_corrupt"
+    assert "chunk 0" in lines[-1]["error"]["message"]
+    status, lines, _ = run("verify", "--root", root, "--digest", "../" + digest)
+    assert (status, lines[-1]["error"]["code"]) == (1, "not_found")
+
+
+def test_the_import_process_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, nearline.checkpoint_store.convert, nearline.checkpoint_store.gguf_model as g; print(*sys.modules)"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "huggingface_hub"} & set(modules)
+
+
+# ---- the hub ----
+
+
+@pytest.fixture
+def offline(tmp_path: Path) -> dict[str, str]:
+    """An empty hub cache and no proxy: the environment of a first download."""
+    return {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
+
+
+def test_a_model_comes_from_the_hub_and_then_from_its_cache(
+    root: Path, source: Path, tmp_path: Path, offline: dict[str, str]
+) -> None:
+    shutil.copytree(source, tmp_path / "repo")
+    (tmp_path / "repo" / "pytorch_model.bin").write_bytes(b"pickle")
+    (tmp_path / "repo" / "original").mkdir()
+    (tmp_path / "repo" / "original" / "params.json").write_text("{}")
+    requests: list[str] = []
+    with hub("org/tiny", tmp_path / "repo", requests) as endpoint:
+        status, lines, errors = run(
+            "import", "--root", root, "--source", "hub:org/tiny@main", **offline, HF_ENDPOINT=endpoint
+        )
+    assert (status, errors) == (0, ""), lines[-1]
+    local = info(run("import", "--root", root, "--source", source)[1])
+    assert info(lines).digest == local.digest
+    assert "downloading" in {line.get("phase") for line in lines}
+    fetched = {path.rsplit("/", 1)[1] for path in requests if "/resolve/" in path}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= fetched
+    assert not {"pytorch_model.bin", "params.json"} & fetched
+    again = run("import", "--root", root, "--source", "hub:org/tiny", **offline, HF_HUB_OFFLINE="1")
+    assert info(again[1]).digest == local.digest
+    cache = Path(offline["HF_HOME"]) / "hub" / "models--org--tiny"
+    for folder in (cache, cache / "snapshots" / SHA):
+        assert info(run("import", "--root", root, "--source", folder)[1]).digest == local.digest
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        (
+            "hub:org/absent",
+            "invalid_request",
+            "org/absent does not exist or is private; check the name or set HF_TOKEN",
+        ),
+        ("hub:org/tiny@nowhere", "invalid_request", "org/tiny at nowhere: no such revision"),
+        ("hub:not a name!", "invalid_request", "is not a hub name; write hub:org/name[@revision]"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said_plainly(
+    root: Path, tmp_path: Path, offline: dict[str, str], source: str, code: str, words: str
+) -> None:
+    (tmp_path / "repo").mkdir()
+    with hub("org/tiny", tmp_path / "repo", []) as endpoint:
+        status, lines, _ = run("import", "--root", root, "--source", source, **offline, HF_ENDPOINT=endpoint)
+    assert (status, lines[-1]["error"]["code"]) == (1, code)
+    assert words in lines[-1]["error"]["message"]
+
+
+def test_a_hub_out_of_reach_is_said_plainly(root: Path, offline: dict[str, str]) -> None:
+    arguments = ("import", "--root", root, "--source", "hub:org/tiny")
+    status, lines, _ = run(*arguments, **offline, HF_HUB_OFFLINE="1")
+    assert status == 1
+    assert "not (wholly) in the local cache and HF_HUB_OFFLINE is set" in lines[-1]["error"]["message"]
+    status, lines, _ = run(*arguments, **offline, HF_ENDPOINT="http://127.0.0.1:9")
+    assert (status, lines[-1]["error"]["code"]) == (1, "fault")
+    assert "http://127.0.0.1:9/org/tiny cannot be fetched" in lines[-1]["error"]["message"]
+    assert leftovers(root) == []

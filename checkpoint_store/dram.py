@@ -7,6 +7,7 @@ it. Hands: which chunks go is the mind's decision, how bytes come is the reader'
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +80,7 @@ class DramCache:
         self._tier = DramTier(pool.layout.num_frames)
         self._changed = threading.Condition()
         self._entries: dict[Digest, _Entry] = {}
+        self._preloads: list[Lease] = []
         self._on_trust = on_trust
         self._reader = ChunkReader(pool, max_readers, self._chunk_done, on_window)
 
@@ -106,31 +108,29 @@ class DramCache:
             if digest in self._entries:
                 self._entries[digest].trusted_stamp = stamp
 
-    def acquire(self, digest: Digest, is_urgent: bool) -> Lease:
-        """Pin a checkpoint and start reading what is missing. Raises ModelNotFound or OutOfMemory."""
-        now = time.monotonic()
+    def acquire(self, digest: Digest) -> Lease:
+        """Pin a checkpoint and start reading what is missing. Preloads under way make room if nothing else can.
+
+        Raises ModelNotFound or OutOfMemory.
+        """
+        try:
+            return self._acquire(digest, is_urgent=True)
+        except OutOfMemory:
+            with self._changed:
+                preloads = list(self._preloads)
+            if not preloads:
+                raise
+        for lease in preloads:
+            lease.release()
+        return self._acquire(digest, is_urgent=True)
+
+    def preload(self, digest: Digest) -> Future[ReadStats]:
+        """Read a checkpoint behind whatever somebody waits for, and let it go when it is there. Raises as `acquire`."""
+        lease = self._acquire(digest, is_urgent=False)
         with self._changed:
-            entry = self._entry(digest)
-            admission = self._pin(entry, now)
-            lease = Lease(digest, admission.frames, self._release)
-            entry.leases.append(lease)
-            pending = self._tier.pending(digest)
-            if admission.to_read:
-                self._submit(entry, admission, is_urgent)
-            if pending and is_urgent:
-                for job in entry.jobs:
-                    self._reader.promote(job)
-            failure = entry.failure if self._tier.has_failed(digest) else None
-            if pending and failure is None:
-                num_bytes = sum(map(entry.num_bytes_of, pending))
-                entry.waiting.append(_Waiting(lease, now, set(pending), num_bytes))
-        if admission.to_read:
-            log.info("checkpoint pinned", digest=digest, reason=admission.reason)
-        if failure is not None:
-            lease.done.set_exception(failure)
-        elif not pending:
-            lease.done.set_result(ReadStats(0.0, 0, Tier.DRAM))
-        return lease
+            self._preloads.append(lease)
+        lease.done.add_done_callback(lambda _: lease.release())
+        return lease.done
 
     def evict(self, digest: Digest) -> Bytes:
         """Free an unpinned checkpoint's frames; return their bytes."""
@@ -169,6 +169,31 @@ class DramCache:
             for entry in self._entries.values():
                 entry.waiting.clear()
         _settle([(w, Cancelled(f"the store was closed while reading {w.lease.digest}")) for w in waiting])
+
+    def _acquire(self, digest: Digest, is_urgent: bool) -> Lease:
+        now = time.monotonic()
+        with self._changed:
+            entry = self._entry(digest)
+            admission = self._pin(entry, now)
+            lease = Lease(digest, admission.frames, self._release)
+            entry.leases.append(lease)
+            pending = self._tier.pending(digest)
+            if admission.to_read:
+                self._submit(entry, admission, is_urgent)
+            if pending and is_urgent:
+                for job in entry.jobs:
+                    self._reader.promote(job)
+            failure = entry.failure if self._tier.has_failed(digest) else None
+            if pending and failure is None:
+                num_bytes = sum(map(entry.num_bytes_of, pending))
+                entry.waiting.append(_Waiting(lease, now, set(pending), num_bytes))
+        if admission.to_read:
+            log.info("checkpoint pinned", digest=digest, reason=admission.reason)
+        if failure is not None:
+            lease.done.set_exception(failure)
+        elif not pending:
+            lease.done.set_result(ReadStats(0.0, 0, Tier.DRAM))
+        return lease
 
     # ---- under the lock ----
 
@@ -239,6 +264,8 @@ class DramCache:
             if entry is None or lease not in entry.leases:
                 return
             entry.leases.remove(lease)
+            if lease in self._preloads:
+                self._preloads.remove(lease)
             for waiting in [w for w in entry.waiting if w.lease is lease]:
                 entry.waiting.remove(waiting)
                 settled.append((waiting, Cancelled(f"the lease on {lease.digest} was released while it was read")))

@@ -103,8 +103,7 @@ class ChunkReader:
         self._window_bytes = 0
         self._window_chunks = 0
         self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"nearline-read-{i}", daemon=True)
-            for i in range(max_readers)
+            threading.Thread(target=self._work, name=f"nearline-read-{i}", daemon=True) for i in range(max_readers)
         ]
         for thread in self._threads:
             thread.start()
@@ -112,7 +111,8 @@ class ChunkReader:
     def submit(self, job: ReadJob) -> None:
         with self._wake:
             self._jobs.append(job)
-            self._wake.notify_all()
+            # Only as many as will find work: every thread woken competes with the caller for the interpreter.
+            self._wake.notify(min(len(job.queue), max(self._depth.num_readers - self._num_active, 0)))
 
     def promote(self, job: ReadJob) -> None:
         """Somebody waits for this job now: read it before those nobody waits for."""
@@ -145,10 +145,10 @@ class ChunkReader:
         for thread in self._threads:
             thread.join()
 
-    def _work(self, number: int) -> None:
+    def _work(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._is_closed or self._has_work(number))
+                self._wake.wait_for(lambda: self._is_closed or self._has_work())
                 if self._is_closed:
                     return
                 job = self._next_job()
@@ -165,8 +165,8 @@ class ChunkReader:
             if window:
                 self._on_window(*window)
 
-    def _has_work(self, number: int) -> bool:
-        return number < self._depth.num_readers and any(job.queue for job in self._jobs)
+    def _has_work(self) -> bool:
+        return self._num_active < self._depth.num_readers and any(job.queue for job in self._jobs)
 
     def _next_job(self) -> ReadJob:
         with_chunks = [job for job in self._jobs if job.queue]
@@ -210,7 +210,7 @@ class ChunkReader:
         window = self._window_bytes, max(time.monotonic() - self._window_started_at, 1e-9)
         if is_full:
             before = self._depth.num_readers
-            if self._depth.observe(window[0] / window[1]) > before:
-                self._wake.notify_all()
+            added = self._depth.observe(window[0] / window[1]) - before
+            self._wake.notify(max(added, 0))
         self._start_window()
         return window

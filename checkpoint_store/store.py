@@ -134,15 +134,16 @@ class CheckpointStore:
         """
         if self._probe:
             self._probe.interrupt()
-        return self._cache.acquire(digest, is_urgent=True)
+        return self._cache.acquire(digest)
 
-    def preload(self, digest: Digest) -> "Future[ReadStats]":
-        """Read a checkpoint into DRAM behind whatever somebody waits for. Raises as `acquire`."""
+    def preload(self, digest: Digest) -> Future[ReadStats]:
+        """Read a checkpoint into DRAM behind whatever somebody waits for, and leave it there unpinned.
+
+        Fails with Cancelled when an `acquire` needs its frames. Raises as `acquire`.
+        """
         if self._probe:
             self._probe.interrupt()
-        lease = self._cache.acquire(digest, is_urgent=False)
-        lease.done.add_done_callback(lambda _: lease.release())
-        return lease.done
+        return self._cache.preload(digest)
 
     def evict(self, digest: Digest) -> Bytes:
         """Give a checkpoint's DRAM back unless it is pinned; return the bytes of the frames freed."""

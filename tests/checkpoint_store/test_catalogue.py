@@ -12,7 +12,7 @@ import pytest
 
 from nearline.checkpoint_store import CheckpointStore, Manifest
 from nearline.protocol import Tier
-from nearline.protocol.errors import CheckpointCorrupt, ModelNotFound, NearlineError
+from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ModelNotFound, NearlineError
 
 OpenStore = Callable[..., CheckpointStore]
 
@@ -196,7 +196,7 @@ def test_two_hundred_random_cycles_leak_no_frame_no_descriptor_and_no_thread(
     manifests = [checkpoints.commit_random(root / "checkpoints", n, n) for n in (1, 3, 6, 9)]
     store, random = open_store(num_frames=12), np.random.default_rng(0)
     num_threads = threading.active_count()
-    held = []
+    held, preloads = [], []
     for _ in range(200):
         manifest = manifests[random.integers(len(manifests))]
         action = random.integers(4)
@@ -206,7 +206,7 @@ def test_two_hundred_random_cycles_leak_no_frame_no_descriptor_and_no_thread(
             elif action == 1 and held:
                 held.pop(random.integers(len(held))).release()
             elif action == 2:
-                store.preload(manifest.digest)
+                preloads.append(store.preload(manifest.digest))
             else:
                 store.evict(manifest.digest)
         except NearlineError as error:
@@ -215,6 +215,8 @@ def test_two_hundred_random_cycles_leak_no_frame_no_descriptor_and_no_thread(
     for lease in held:
         lease.done.result(5)
         lease.release()
+    for preload in preloads:
+        assert isinstance(preload.exception(5), Cancelled | None)
     check_all_load(store, manifests)
     num_descriptors = len(list(Path("/proc/self/fd").iterdir()))
     check_all_load(store, manifests)

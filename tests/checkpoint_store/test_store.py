@@ -159,6 +159,17 @@ def test_preloading_leaves_a_checkpoint_in_dram_unpinned(open_store: OpenStore, 
     assert store.evict(manifest.digest) == 4 * manifest.chunk_bytes
 
 
+def test_a_preload_makes_room_for_a_start(open_store: OpenStore, add: Callable[..., Manifest]) -> None:
+    preloaded, wanted = add(16, 1), add(16, 2)
+    store = open_store(num_frames=16)
+    for _ in range(20):
+        preload = store.preload(preloaded.digest)
+        with store.acquire(wanted.digest) as lease:
+            lease.done.result(5)
+        assert isinstance(preload.exception(5), Cancelled | None)
+        store.check()
+
+
 def test_a_waiter_that_gives_up_does_not_cancel_the_read(open_store: OpenStore, add: Callable[..., Manifest]) -> None:
     manifest = add(4)
     store = open_store()

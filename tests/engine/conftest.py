@@ -158,6 +158,12 @@ def bind() -> Callable[..., Harness]:
 
 
 @pytest.fixture(scope="session")
+def make_harness() -> type[Harness]:
+    """Make a harness of a Runner and its weights."""
+    return Harness
+
+
+@pytest.fixture(scope="session")
 def oracle_logits() -> Callable[..., Tensor]:
     """What transformers answers for the same tokens. Shapes: [T, V] fp32."""
 

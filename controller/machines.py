@@ -164,7 +164,7 @@ class MachineDesk:
     def _gone(self, instance: InstanceRecord, error: ErrorInfo | None, now: Seconds, *, is_blamed: bool) -> None:
         """Forget an instance. A start that failed counts against its model; a crash against what it was running."""
         model, is_planned = instance.model, instance.is_stopping
-        is_failed_start = instance.ready_at is None or not (instance.has_served or instance.in_flight)
+        is_failed_start = instance.ready_at is None or not instance.has_worked
         instance.is_stopping = True
         self._requests.instance_lost(instance, is_blamed and not is_planned, error, now)
         self._fleet.drop_instance(instance)

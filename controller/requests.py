@@ -61,7 +61,6 @@ class RequestDesk:
             return
         request.has_token = True
         request.num_fruitless = 0
-        self._fleet.instances[request.instance_id].has_served = True
         self._agenda.touch(self._fleet.model_of(request))
 
     def sequence_ended(self, event: SequenceEnded, now: Seconds) -> None:
@@ -74,12 +73,13 @@ class RequestDesk:
             model.service_s += _SERVICE_WEIGHT * (now - request.dispatched_at - model.service_s)
             self._end(request, now)
             return
-        is_stopping = self._fleet.instances[request.instance_id].is_stopping
+        instance = self._fleet.instances[request.instance_id]
         error = event.error or ErrorInfo.of(InstanceFailed("the engine ended the sequence without saying why"))
-        if event.finish_reason is FinishReason.ERROR and not (is_stopping or _is_passing(error)):
+        if event.finish_reason is FinishReason.ERROR and not (instance.is_stopping or _is_passing(error)):
             self._reject(request, error, "the engine failed this request", now)
         else:
-            self._lost(request, not is_stopping, error, now)
+            instance.is_doubtful = True
+            self._lost(request, not instance.is_stopping, error, now)
 
     def expired(self, request_id: RequestId, now: Seconds) -> None:
         """End a request whose deadline has passed, or that waited too long for an instance."""
@@ -140,6 +140,7 @@ class RequestDesk:
         instance.model.num_running += 1
         instance.in_flight[request.info.request_id] = request
         instance.idle_since = None
+        instance.has_worked = True
         instance.remember(request)
         self._set_timer(request)
         args = (request.info.request_id, instance.instance_id, instance.node.node_id, request.attempt)

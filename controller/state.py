@@ -35,7 +35,10 @@ ModelKey = tuple[ModelId, Digest]
 
 @dataclass(slots=True, eq=False)
 class InstanceRecord:
-    """One instance and what the controller has sent to it. `in_flight` counts against its places until the end."""
+    """One instance and what the controller has sent to it. `in_flight` counts against its places until the end.
+
+    `is_doubtful`: it just failed a sequence by its own fault; its node has not said yet whether it still lives.
+    """
 
     spec: InstanceSpec
     node: "NodeRecord"
@@ -48,7 +51,8 @@ class InstanceRecord:
     stop_by: Seconds = 0.0
     ready_at: Seconds | None = None
     idle_since: Seconds | None = None
-    has_served: bool = False
+    has_worked: bool = False
+    is_doubtful: bool = False
     has_timings: bool = False
     max_running: int = 0
     kv_tokens_used: int = 0
@@ -64,7 +68,8 @@ class InstanceRecord:
     @property
     def is_usable(self) -> bool:
         """New requests may be dispatched to it."""
-        return self.state is InstanceState.READY and not self.is_stopping and self.node.is_connected
+        is_sound = self.state is InstanceState.READY and not self.is_stopping and not self.is_doubtful
+        return is_sound and self.node.is_connected
 
     @property
     def is_live(self) -> bool:
@@ -75,6 +80,7 @@ class InstanceRecord:
         """Take over what its node says."""
         self.state = status.state
         self.is_acknowledged = True
+        self.is_doubtful = False
         self.has_timings = self.has_timings or status.timings is not None
         self.max_running = max(1, status.max_running)
         self.kv_tokens_used, self.kv_tokens_total = status.kv_tokens_used, status.kv_tokens_total
@@ -116,8 +122,8 @@ class NodeRecord:
         self.residency.setdefault(checkpoint.digest, row)
 
     def holds(self, digest: Digest | None) -> bool:
-        """Whether this node can get at the bytes: it has them, or it has a link to fetch them over."""
-        if digest is None or self.bandwidth(Tier.REMOTE) > 0:
+        """Whether all bytes are here (nodes do not fetch from each other yet). None is held by everyone."""
+        if digest is None:
             return True
         row = self.residency.get(digest)
         return row is not None and max(row.ssd_bytes, row.dram_bytes) >= row.num_bytes

@@ -3,7 +3,16 @@
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
-from nearline.protocol import AdapterSpec, CheckpointKind, FinishReason, InstanceState, ModelId, RequestId, SloClass
+from nearline.protocol import (
+    AdapterSpec,
+    CheckpointKind,
+    FinishReason,
+    InstanceState,
+    ModelId,
+    NodeId,
+    RequestId,
+    SloClass,
+)
 from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed
 from tests.controller.fleets import (
     GB,
@@ -270,8 +279,26 @@ def test_an_error_that_lies_in_the_request_ends_it_and_one_that_lies_in_the_inst
     w.start_all()
     w.finish("r1", ErrorInfo("context_length_exceeded", "too long"))
     assert w.ended == {"r1": "context_length_exceeded"}
-    w.finish("r2", ErrorInfo.of(InstanceFailed("unknown instance")))
-    assert [d.attempt for d in w.take(do.Dispatch) if d.request_id == "r2"] == [1, 2]
+    w.finish("r2", ErrorInfo.of(InstanceFailed("engine is gone")))
+    assert [d.attempt for d in w.take(do.Dispatch) if d.request_id == "r2"] == [1], "is the instance dead? wait"
+    w.post(happened.NodeReported(w.nodes[NodeId("n1")].full_report()))
+    assert [d.attempt for d in w.take(do.Dispatch) if d.request_id == "r2"] == [2]
+
+
+def test_a_crash_that_is_told_twice_counts_once() -> None:
+    """The node ends the sequences of a dead engine first, and says that the instance failed a moment later."""
+    w = world("a")
+    w.arrive("r1")
+    for n in range(20):
+        w.start_all()
+        w.token("r1")
+        instance = only_instance(w)
+        w.finish("r1", ErrorInfo.of(InstanceFailed("killed")))
+        w.crash(instance)
+        assert w.core.fleet.requests[RequestId("r1")].num_losses == n + 1
+    w.start_all()
+    w.finish("r1")
+    assert w.ended == {"r1": "finished"}
 
 
 def test_updates_of_an_attempt_that_was_given_up_change_nothing() -> None:

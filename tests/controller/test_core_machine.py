@@ -9,7 +9,7 @@ from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
 from nearline.controller.core import ControllerCore
 from nearline.protocol import InstanceState, ModelId, SloClass
-from nearline.protocol.errors import ErrorInfo, OutOfMemory
+from nearline.protocol.errors import ErrorInfo, InstanceFailed, OutOfMemory
 from tests.controller.fleets import FakeInstance, World, model, report, slo
 
 MODELS = ("a", "b", "c")
@@ -64,10 +64,16 @@ class FleetMachine(RuleBasedStateMachine):
         if instance is not None:
             self.world.start(instance)
 
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), says_so_first=st.booleans())
+    def fail(self, data: st.DataObject, says_so_first: bool) -> None:
+        """An engine dies; its node may end the sequences one by one before it reports the instance."""
         instance = self.pick_instance(data, *InstanceState)
-        if instance is not None:
+        if instance is None:
+            return
+        if says_so_first and instance.state is InstanceState.READY:
+            for name in list(instance.sequences):
+                self.world.finish(name, ErrorInfo.of(InstanceFailed("engine died")))
+        if instance in self.world.instances():
             instance.sequences.clear()
             self.world.crash(instance)
 

@@ -1,0 +1,24 @@
+"""Engine logs are bounded in size and in number."""
+
+from pathlib import Path
+
+from nearline.node_agent.engine_log import MAX_LOG_BYTES, MAX_LOGS, EngineLog
+
+
+def test_a_chatty_engine_keeps_its_last_words_and_not_the_disk(tmp_path: Path) -> None:
+    line = b"x" * 999 + b"\n"
+    with EngineLog(tmp_path, 1) as log:
+        for _ in range(3 * MAX_LOG_BYTES // len(line)):
+            log.write(line)
+        log.write(b"last words\n")
+    assert (tmp_path / "engine-1.log").read_bytes().endswith(b"last words\n")
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * MAX_LOG_BYTES
+
+
+def test_only_the_latest_logs_are_kept(tmp_path: Path) -> None:
+    for engine_id in range(2 * MAX_LOGS):
+        with EngineLog(tmp_path, engine_id) as log:
+            log.write(b"hello")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == MAX_LOGS
+    assert f"engine-{2 * MAX_LOGS - 1}.log" in names

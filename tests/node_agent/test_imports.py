@@ -1,0 +1,52 @@
+"""Imports through a real agent and the real importer."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearline.protocol import CheckpointInfo, CheckpointKind, TaskId
+from nearline.protocol.frames import CancelImport, ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
+from tests.node_agent.conftest import FakeController, running_agent
+
+
+def outcome(task_id: str) -> Callable[[Any], Any]:
+    return lambda f: f if isinstance(f, (ImportFinished, ImportFailed)) and f.task_id == task_id else None
+
+
+@pytest.fixture
+def empty_dir(tmp_path: Path) -> Path:
+    return tmp_path / "empty"
+
+
+async def test_imports_report_progress_end_once_and_can_be_cancelled(
+    controller: FakeController,
+    empty_dir: Path,
+    tiny_llama_dir: Callable[..., Path],
+    stored_checkpoint: tuple[CheckpointInfo, Path],
+) -> None:
+    source = str(tiny_llama_dir())
+    async with running_agent(controller, empty_dir, "--prewarm", "0") as agent:
+        await controller.report()
+        for task_id in ("t1", "t2"):
+            await controller.send(ImportCheckpoint(TaskId(task_id), CheckpointKind.MODEL, source))
+        for number in range(3):
+            other = shutil.copytree(source, empty_dir.parent / f"copy-{number}")
+            await controller.send(ImportCheckpoint(TaskId(f"c{number}"), CheckpointKind.MODEL, str(other)))
+        await controller.send(CancelImport(TaskId("c2")))
+        await controller.send(ImportCheckpoint(TaskId("bad"), CheckpointKind.MODEL, str(empty_dir / "nothing")))
+        for task_id in ("t1", "t2", "c0", "c1"):
+            finished = await controller.hear(outcome(task_id))
+            assert finished.checkpoint.digest == stored_checkpoint[0].digest
+        assert (await controller.hear(outcome("c2"))).error.code == "cancelled"
+        failed = await controller.hear(outcome("bad"))
+        assert "nothing" in failed.error.message
+        report = await controller.report(lambda r: bool(r.residency))
+        assert [r.digest for r in report.residency] == [stored_checkpoint[0].digest]
+        ended = [f.task_id for f in controller.heard if isinstance(f, (ImportFinished, ImportFailed))]
+        assert sorted(ended) == ["bad", "c0", "c1", "c2", "t1", "t2"]
+        phases = [f.phase for f in controller.heard if isinstance(f, ImportProgress) and f.task_id == "t2"]
+        assert len(set(phases)) >= 2
+        assert await agent.terminate() == 0

@@ -1,0 +1,98 @@
+"""The link to the controller: peers that fall silent, refuse or talk nonsense are noticed, and dialled again."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from nearline.node_agent import link as link_module
+from nearline.node_agent.link import ControllerLink
+from nearline.protocol import NodeId, NodeReport, encode
+from nearline.protocol.frames import Report, Welcome
+
+REPORT = Report(NodeReport(NodeId("n"), "http://n", (), 0, 0, 0, 0, (), 0.1, 0.1, 0))
+
+
+class Peer:
+    """A controller of which each test chooses how it treats a link."""
+
+    def __init__(self, treat: Any) -> None:
+        self.treat = treat
+        self.num_links = 0
+
+    async def __aenter__(self) -> "Peer":
+        app = web.Application()
+        app.router.add_get("/internal/node", self._serve)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.events: list[str] = []
+        self.news = asyncio.Event()
+        url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.link = ControllerLink(
+            url, "t", lambda _: REPORT, lambda m: self.note(type(m).__name__), lambda: self.note("lost")
+        )
+        self.running = asyncio.create_task(self.link.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.WebSocketResponse:
+        self.num_links += 1
+        ws = web.WebSocketResponse(autoping=False)
+        await ws.prepare(request)
+        await ws.receive()
+        await self.treat(ws, self.num_links)
+        return ws
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        self.news.set()
+
+    async def until(self, event: str, count: int, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while self.events.count(event) < count:
+                self.news.clear()
+                await self.news.wait()
+
+
+async def test_a_peer_that_falls_silent_is_noticed_in_seconds() -> None:
+    async def answer_no_pings(ws: web.WebSocketResponse, _: int) -> None:
+        await ws.send_bytes(encode(Welcome(1.0, 1)))
+        await asyncio.sleep(60)
+
+    async with Peer(answer_no_pings) as peer:
+        await peer.until("Welcome", 1, 5)
+        await peer.until("lost", 1, 2.5 * link_module.HEARTBEAT_S)
+        await peer.until("Welcome", 2, 5)
+
+
+async def test_a_link_that_closes_is_dialled_again_quickly_for_ever() -> None:
+    async def hang_up(ws: web.WebSocketResponse, _: int) -> None:
+        await ws.send_bytes(encode(Welcome(1.0, 1)))
+        await ws.close()
+
+    async with Peer(hang_up) as peer:
+        await peer.until("lost", 8, 5)
+    assert peer.events.count("Welcome") >= 8
+
+
+async def test_nonsense_ends_the_link_and_not_the_agent() -> None:
+    async def talk_nonsense(ws: web.WebSocketResponse, number: int) -> None:
+        await ws.send_bytes(encode(Welcome(1.0, 1)) if number > 1 else b"\x00nonsense")
+        await (ws.send_str("text") if number == 2 else asyncio.sleep(0))
+        await asyncio.sleep(60 if number == 3 else 0.2)
+
+    async with Peer(talk_nonsense) as peer:
+        await peer.until("Welcome", 2, 8)
+    assert peer.events[:2] == ["Welcome", "lost"]
+
+
+async def test_what_is_sent_without_a_link_is_dropped() -> None:
+    link = ControllerLink("http://127.0.0.1:9", None, lambda _: REPORT, lambda _: None, lambda: None)
+    for _ in range(10):
+        link.send(REPORT)
+    assert not link._outbox

@@ -1,0 +1,122 @@
+"""Between controller and engine: adapters first, one end each, nothing after an end."""
+
+from pathlib import Path
+from typing import Any
+
+from nearline.node_agent.relay import Relay, RelayPorts
+from nearline.node_agent.types import EngineId
+from nearline.protocol import Digest, FinishReason, InstanceId, ModelId, Request, RequestId, SequenceUpdate
+from nearline.protocol.errors import ErrorInfo, ModelNotFound
+from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, UnloadAdapter
+
+ENGINE, INSTANCE = EngineId(1), InstanceId("i")
+
+
+class Ends:
+    """Both ends of a relay, as lists of what they were told."""
+
+    def __init__(self) -> None:
+        self.engine: list[Any] = []
+        self.controller: list[Any] = []
+        self.drained: list[InstanceId] = []
+        ports = RelayPorts(
+            lambda _, m: self.engine.append(m), self.controller.append, self.directory, self.drained.append
+        )
+        self.relay = Relay(ports)
+        self.relay.bind(ENGINE, INSTANCE)
+
+    def directory(self, digest: Digest) -> Path:
+        if digest == "gone":
+            raise ModelNotFound("checkpoint gone is not here")
+        return Path("/store") / digest
+
+    def submit(self, request_id: str, attempt: int = 0, adapter: str | None = None) -> Submit:
+        digest = Digest(adapter) if adapter else None
+        request = Request(RequestId(request_id), ModelId("m"), (1,), adapter_digest=digest)
+        message = Submit(INSTANCE, request, attempt)
+        self.relay.submit(message, is_ready=True)
+        return message
+
+    def step(self, request_id: str, attempt: int = 0, finish: FinishReason | None = None) -> None:
+        update = SequenceUpdate(RequestId(request_id), attempt, (7,), finish)
+        self.relay.step_done(ENGINE, StepDone((update,), 1, 2, 3))
+
+    def heard(self) -> list[SequenceUpdate]:
+        return [u for message in self.controller for u in message.updates]
+
+
+def test_an_adapter_is_loaded_once_before_its_first_sequence() -> None:
+    ends = Ends()
+    first, second = ends.submit("a", adapter="lora"), ends.submit("b", adapter="lora")
+    assert ends.engine == [LoadAdapter(Digest("lora"), "/store/lora"), first, second]
+
+
+def test_an_adapter_that_failed_or_was_unloaded_is_loaded_again() -> None:
+    ends = Ends()
+    ends.submit("a", adapter="lora")
+    ends.relay.adapter_loaded(ENGINE, AdapterLoaded(Digest("lora"), 0.0, 0, ErrorInfo("adapter_mismatch", "rank")))
+    ends.submit("b", adapter="lora")
+    assert ends.relay.unload_adapter(Digest("lora")) == [INSTANCE]
+    ends.submit("c", adapter="lora")
+    kinds = [type(m) for m in ends.engine]
+    assert kinds == [LoadAdapter, Submit, LoadAdapter, Submit, UnloadAdapter, LoadAdapter, Submit]
+
+
+def test_a_missing_adapter_is_an_answer_and_never_reaches_the_engine() -> None:
+    ends = Ends()
+    ends.submit("a", adapter="gone")
+    (answer,) = ends.heard()
+    assert answer.finish_reason is FinishReason.ERROR
+    assert answer.error is not None
+    assert answer.error.code == "model_not_found"
+    assert not ends.engine
+
+
+def test_nothing_follows_an_end_or_an_abort() -> None:
+    ends = Ends()
+    ends.submit("a")
+    ends.step("a", finish=FinishReason.STOP)
+    ends.step("a")
+    ends.submit("b")
+    ends.relay.abort(Abort(INSTANCE, RequestId("b")))
+    ends.step("b", finish=FinishReason.CANCELLED)
+    assert [(u.request_id, u.finish_reason) for u in ends.heard()] == [("a", "stop")]
+
+
+def test_a_newer_attempt_replaces_the_older_one() -> None:
+    ends = Ends()
+    ends.submit("a", attempt=0)
+    ends.submit("a", attempt=1)
+    ends.step("a", attempt=0)
+    ends.step("a", attempt=1)
+    assert [u.attempt for u in ends.heard()] == [1]
+    assert [type(m) for m in ends.engine] == [Submit, Abort, Submit]
+
+
+def test_drained_is_said_once_when_the_last_sequence_ends() -> None:
+    ends = Ends()
+    ends.submit("a")
+    ends.submit("b")
+    ends.relay.await_drain(INSTANCE)
+    ends.step("a", finish=FinishReason.STOP)
+    assert ends.drained == []
+    ends.relay.abort(Abort(INSTANCE, RequestId("b")))
+    assert ends.drained == [INSTANCE]
+
+
+def test_a_lost_link_ends_all_sequences_silently() -> None:
+    ends = Ends()
+    ends.submit("a")
+    ends.submit("b")
+    ends.relay.abort_all()
+    assert [m.request_id for m in ends.engine if isinstance(m, Abort)] == ["a", "b"]
+    ends.step("a", finish=FinishReason.CANCELLED)
+    assert not ends.heard()
+
+
+def test_a_failed_instance_answers_for_each_of_its_sequences() -> None:
+    ends = Ends()
+    ends.submit("a", attempt=3)
+    ends.submit("b")
+    ends.relay.fail(INSTANCE, ErrorInfo("instance_failed", "signal 9"))
+    assert [(u.request_id, u.attempt, u.finish_reason) for u in ends.heard()] == [("a", 3, "error"), ("b", 0, "error")]

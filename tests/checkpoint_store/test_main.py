@@ -152,7 +152,7 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
         (
             "hub:org/absent",
             "invalid_request",
-            "org/absent does not exist or is private; check the name or set HF_TOKEN",
+            "org/absent does not exist or is private; check the name or",
         ),
         ("hub:org/tiny@nowhere", "invalid_request", "org/tiny at nowhere: no such revision"),
         ("hub:not a name!", "invalid_request", "is not a hub name; write hub:org/name[@revision]"),

@@ -1,0 +1,73 @@
+"""Start-up times and waits, by hand."""
+
+import pytest
+
+from nearline.controller.estimate import bytes_by_tier, retry_after_s, startup
+from nearline.controller.queues import RequestRecord
+from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
+from nearline.protocol import Digest, InstanceId, InstanceSpec, InstanceState, Residency, Tier, TierBandwidth
+from tests.controller.fleets import GB, info, model, report
+
+D = Digest("d")
+
+
+def node(dram: float, ssd: float, **settings: object) -> NodeRecord:
+    rows = (Residency(D, 10 * GB, ssd_bytes=round(ssd * GB), dram_bytes=round(dram * GB)),)
+    rates = tuple(TierBandwidth(t, r * GB) for t, r in ((Tier.REMOTE, 0.5), (Tier.SSD, 2.0), (Tier.DRAM, 20.0)))
+    made = NodeRecord(report(residency=rows, bandwidths=rates, **settings))
+    made.apply(made.report)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dram", "ssd", "read_s", "tier"),
+    [
+        (10, 10, 0.5, Tier.DRAM),
+        (0, 10, 5.0, Tier.SSD),
+        (4, 10, 4 / 20 + 6 / 2, Tier.SSD),
+        (0, 0, 20.0, Tier.REMOTE),
+        (0, 6, 6 / 2 + 4 / 0.5, Tier.REMOTE),
+        (2, 6, 2 / 20 + 4 / 2 + 4 / 0.5, Tier.REMOTE),
+    ],
+)
+def test_reading_takes_bytes_over_bandwidth_for_each_tier(dram: float, ssd: float, read_s: float, tier: Tier) -> None:
+    found = startup(node(dram, ssd), D, 10 * GB, 0.0)
+    assert found.read_s == pytest.approx(read_s)
+    assert found.tier is tier
+    assert found.total_s == pytest.approx(read_s + 0.05)
+
+
+def test_a_read_waits_for_the_storage_link_and_bytes_in_dram_do_not() -> None:
+    for dram, expected in ((0, 3.0), (10, 0.0)):
+        busy = node(dram, 10)
+        busy.storage_free_at = 8.0
+        assert startup(busy, D, 10 * GB, now=5.0).queue_s == expected
+
+
+def test_prewarmed_processes_that_are_already_spoken_for_do_not_count() -> None:
+    one = node(10, 10, num_prewarmed=1, process_s=2.5)
+    assert startup(one, D, 10 * GB, 0.0).process_s == 0.0
+    spec = InstanceSpec(InstanceId("i"), model("a").model_id, Digest("e"))
+    one.instances[InstanceId("i")] = InstanceRecord(spec, one, ModelRecord(model("a")), 0.0)
+    assert startup(one, D, 10 * GB, 0.0).process_s == 2.5
+    one.instances[InstanceId("i")].is_acknowledged = True
+    assert startup(one, D, 10 * GB, 0.0).process_s == 0.0, "the node's report counts it by now"
+
+
+def test_an_unknown_checkpoint_is_all_remote() -> None:
+    assert bytes_by_tier(node(0, 0), Digest("other"), 7) == (0, 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "places", "service_s", "expected"),
+    [(0, 0, 1.0, 1.0), (10, 0, 2.0, 20.0), (40, 8, 2.0, 10.0), (10_000, 8, 2.0, 60.0), (3, 8, 0.1, 1.0)],
+)
+def test_retry_after_is_the_queue_over_its_pace(waiting: int, places: int, service_s: float, expected: float) -> None:
+    made = ModelRecord(model("a"), service_s=service_s)
+    for n in range(waiting):
+        made.queue.push(RequestRecord(info(f"r{n}"), made.digest, n, 0.0, 0.0))
+    if places:
+        spec = InstanceSpec(InstanceId("i"), made.spec.model_id, made.digest)
+        ready = InstanceRecord(spec, node(0, 0), made, 0.0, state=InstanceState.READY, max_running=places)
+        made.instances[InstanceId("i")] = ready
+    assert retry_after_s(made) == expected

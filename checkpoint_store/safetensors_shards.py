@@ -82,4 +82,4 @@ def _no_weights(directory: SourceDirectory) -> UnsupportedCheckpoint:
             f"{where}, only pickled weights ({_some(pickled)}), which can run code and are never opened; convert them: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
         )
-    return UnsupportedCheckpoint(f"{where}; is this a model directory?")
+    return UnsupportedCheckpoint(f"{where}; a model needs safetensors weights (pickled or GGUF ones do not count here)")

@@ -84,5 +84,5 @@ def test_shards_without_an_index_and_an_empty_directory_are_refused(source: Path
     with pytest.raises(UnsupportedCheckpoint, match=SHARDS[0]):
         open_all(source)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UnsupportedCheckpoint, match="is this a model directory"):
+    with pytest.raises(UnsupportedCheckpoint, match="a model needs safetensors weights"):
         open_all(tmp_path / "nothing")

@@ -46,6 +46,13 @@ def test_layers_without_rope_are_smollm3s_every_fourth() -> None:
     assert spec.no_rope_layers == (3,)
 
 
+def test_smollm3_is_tied_unless_its_config_says_otherwise() -> None:
+    config = model_of("SmolLM3ForCausalLM").config.to_dict()
+    assert not decoder_spec({**config, "tie_word_embeddings": False}).is_tied
+    del config["tie_word_embeddings"]
+    assert decoder_spec(config).is_tied
+
+
 def test_sliding_layers_follow_layer_types() -> None:
     config = model_of("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=16, max_window_layers=2).config
     spec = decoder_spec(config.to_dict())

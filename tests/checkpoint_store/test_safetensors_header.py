@@ -66,9 +66,7 @@ def test_every_dtype_the_library_knows_has_its_size(dtype: str) -> None:
     assert entry.num_bytes == tensor_bytes(dtype, (4, 8)) == 32 * DTYPE_BITS[dtype] // 8
 
 
-@pytest.mark.parametrize(
-    "size", [4087, 4088, 4089, 65_528, 65_536, 99_993, 99_994, 99_999, 100_000, 10**6]
-)
+@pytest.mark.parametrize("size", [4087, 4088, 4089, 65_528, 65_536, 99_993, 99_994, 99_999, 100_000, 10**6])
 def test_header_sizes_around_buffer_boundaries_read_whole(size: int) -> None:
     bare = len(json.dumps({"__metadata__": {"pad": ""}, "t": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}))
     header = {"__metadata__": {"pad": "x" * (size - bare)}, "t": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}

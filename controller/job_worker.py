@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from nearline.controller.jobs import GROUP, Job, JobStore, is_retryable
 from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId
-from nearline.protocol.errors import Busy, Cancelled, NearlineError, StateUnavailable
+from nearline.protocol.errors import Busy, Cancelled, DeadlineExceeded, NearlineError, StateUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -171,6 +171,9 @@ class JobWorker:
 
     async def _failed(self, job: Job, error: Exception) -> None:
         log.warning("job_attempt_failed", job_id=job.job_id, attempt=job.attempt, error=repr(error))
+        if isinstance(error, DeadlineExceeded):
+            await self._forever("result", lambda: self._store.expire(job, error))
+            return
         if not is_retryable(error):
             await self._forever("result", lambda: self._store.fail(job, error))
             return

@@ -18,12 +18,12 @@ from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId, TenantId, from_plain, to_plain
 from nearline.protocol.errors import (
     ERRORS,
+    DeadlineExceeded,
     ErrorInfo,
     IdempotencyMismatch,
     JobNotFound,
     NearlineError,
     Overloaded,
-    SloUnattainable,
 )
 
 log = structlog.get_logger(__name__)
@@ -214,7 +214,7 @@ class JobStore:
     async def begin(self, job_id: str, entry: str) -> Job | None:
         """Start the next attempt of a job read from the stream; None when there is nothing left to do."""
         lost = NearlineError(f"{MAX_LOST} runs ended with their controller; the job may be what kills it")
-        late = SloUnattainable("the deadline passed before the job could run")
+        late = DeadlineExceeded("the deadline passed before the job could run")
         args: list[Any] = [job_id, entry, MAX_LOST, self._ttl_s, self._channel, _error_text(lost), _error_text(late)]
         flat = await self._state.run(scripts.BEGIN, self._keys(job_id), args)
         return _job(dict(zip(flat[::2], flat[1::2], strict=True))) if flat else None
@@ -237,6 +237,10 @@ class JobStore:
     async def fail(self, job: Job, error: BaseException) -> bool:
         """End the job with this error, which no retry can help."""
         return await self.finish(job.job_id, job.attempt, JobState.FAILED, "error", _error_text(error))
+
+    async def expire(self, job: Job, error: BaseException) -> bool:
+        """End the job because its deadline passed while it ran."""
+        return await self.finish(job.job_id, job.attempt, JobState.EXPIRED, "error", _error_text(error))
 
     async def retry(self, job: Job, error: BaseException, delay_s: float, is_failure: bool) -> bool:
         """Queue another attempt; after too many failures the job ends and becomes a dead letter."""
@@ -261,7 +265,7 @@ class JobStore:
 
     async def tick(self) -> int:
         """Queue delayed attempts that are due and expire jobs whose deadline passed."""
-        late = SloUnattainable("the deadline passed before the job ended")
+        late = DeadlineExceeded("the deadline passed before the job ended")
         args: list[Any] = [self._prefix, self._ttl_s, self._channel, _error_text(late)]
         return int(await self._state.run(scripts.TICK, self._keys(""), args))
 

@@ -1,12 +1,14 @@
 """The leader lease: at most one controller owns the fleet, and a number that only grows tells old owners from new."""
 
 import asyncio
+import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
-from nearline.controller.redis_state import State
+from nearline.controller.redis_state import State, state_errors
 from nearline.protocol.errors import NearlineError
 
 log = structlog.get_logger(__name__)
@@ -26,6 +28,12 @@ if owner == ARGV[1] or (not owner and redis.call('GET', KEYS[2]) == ARGV[3]) the
 end
 return 0
 """
+TAKE_OVER = """
+if redis.call('GET', KEYS[1]) ~= ARGV[3] then return 0 end
+local token = redis.call('INCR', KEYS[2])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return token
+"""
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -35,7 +43,7 @@ class LeaderLease:
     def __init__(self, state: State, ttl_s: float = 6.0) -> None:
         self._state = state
         self._ttl_s = ttl_s
-        self._owner = uuid.uuid4().hex
+        self._owner = _identity(os.getpid())
         self.token = 0
 
     def _keys(self) -> list[str]:
@@ -44,16 +52,25 @@ class LeaderLease:
     async def acquire(self) -> int:
         """Wait until the lease is free and take it; return the fencing token. Raises StateUnavailable."""
         is_waiting = False
-        while True:
-            token = int(await self._state.run(ACQUIRE, self._keys(), [self._owner, int(self._ttl_s * 1000)]))
-            if token:
-                self.token = token
-                log.info("leader_lease_taken", fencing_token=token)
-                return token
+        while not (token := await self._try()):
             if not is_waiting:
                 is_waiting = True
                 log.warning("standby", reason="another controller leads on this Redis; waiting until its lease is free")
             await asyncio.sleep(self._ttl_s / 6)
+        self.token = token
+        log.info("leader_lease_taken", fencing_token=token)
+        return token
+
+    async def _try(self) -> int:
+        ttl_ms = int(self._ttl_s * 1000)
+        token = int(await self._state.run(ACQUIRE, self._keys(), [self._owner, ttl_ms]))
+        if token:
+            return token
+        async with state_errors():
+            owner = await self._state.redis.get(self._keys()[0])
+        if owner is None or not _is_dead(owner):
+            return 0
+        return int(await self._state.run(TAKE_OVER, self._keys(), [self._owner, ttl_ms, owner]))
 
     async def keep(self, on_lost: Callable[[], None]) -> None:
         """Renew for ever. Calls `on_lost` once when another controller has taken over; an outage alone is no loss."""
@@ -77,3 +94,32 @@ class LeaderLease:
         if self.token:
             self.token = 0
             await self._state.run(RELEASE, self._keys(), [self._owner])
+
+
+def _identity(pid: int) -> str:
+    """Name a process of this machine for all time: a pid alone would be used again."""
+    return f"{_machine()}/{pid}/{_started_at(pid)}/{uuid.uuid4().hex}"
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether an owner was a process of this very machine and has ended: its lease need not be waited for."""
+    machine, pid, started_at, _ = owner.rsplit("/", 3)
+    return machine == _machine() and _started_at(int(pid)) != started_at
+
+
+def _machine() -> str:
+    """This boot of this kernel, and the pid namespace in which pids mean something."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def _started_at(pid: int) -> str:
+    """Ticks since boot at which a process started; empty when it is gone or waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -72,17 +72,16 @@ class Metrics:
         """Set the gauges from a snapshot of the fleet."""
         for gauge in (self.running, self.waiting, self.kv_usage, self.instances):
             gauge.clear()
-        self.nodes.set(len(snapshot["nodes"]))
+        self.nodes.set(sum(row["is_connected"] for row in snapshot["nodes"]))
         used: Counts[str] = Counts()
         total: Counts[str] = Counts()
         for row in snapshot["instances"]:
             self.instances.labels(row["model"], row["state"]).inc()
-            self.running.labels(row["model"]).inc(row["num_running"])
-            self.waiting.labels(row["model"]).inc(row["num_waiting"])
             used[row["model"]] += row["kv_tokens_used"]
             total[row["model"]] += row["kv_tokens_total"]
-        for row in snapshot["queues"]:
-            self.waiting.labels(row["model"]).inc(row["num_waiting"])
+        for row in snapshot["models"]:
+            self.running.labels(row["id"]).inc(row["num_running"])
+            self.waiting.labels(row["id"]).inc(row["num_waiting"])
         for model, tokens in total.items():
             self.kv_usage.labels(model).set(used[model] / tokens if tokens else 0.0)
 

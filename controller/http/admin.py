@@ -113,20 +113,21 @@ def _with_state(door: Door, spec: ModelSpec) -> dict[str, Any]:
     snapshot = door.runtime.snapshot()
     states = [row["state"] for row in snapshot["instances"] if row["model"] == spec.model_id]
     is_ready = "ready" in states
-    adapters = sorted(adapter.adapter_id for adapter in door.registry.adapters_of(spec.model_id))
+    waiting = [row["num_waiting"] for row in snapshot["models"] if row["id"] == spec.model_id]
     return {
         **model_object(spec),
         "state": "ready" if is_ready else states[0] if states else "asleep",
-        "tier": Tier.DEVICE if is_ready else _nearest_tier(snapshot["nodes"], spec),
+        "tier": Tier.DEVICE.value if is_ready else _nearest_tier(snapshot["nodes"], spec).value,
         "num_instances": len(states),
-        "adapters": adapters,
+        "num_waiting": sum(waiting),
+        "adapters": sorted(adapter.adapter_id for adapter in door.registry.adapters_of(spec.model_id)),
     }
 
 
 def _nearest_tier(nodes: list[dict[str, Any]], spec: ModelSpec) -> Tier:
-    rows = [node.get("residency", {}).get(spec.checkpoint.digest, {}) for node in nodes]
-    for tier, key in ((Tier.DRAM, "dram_bytes"), (Tier.SSD, "ssd_bytes")):
-        if any(row.get(key, 0) >= spec.checkpoint.num_bytes for row in rows):
+    held = [node["residency"].get(spec.checkpoint.digest) for node in nodes]
+    for tier in (Tier.DRAM, Tier.SSD):
+        if any(row and row[f"{tier.value}_bytes"] >= spec.checkpoint.num_bytes for row in held):
             return tier
     return Tier.REMOTE
 

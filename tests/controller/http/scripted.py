@@ -89,7 +89,8 @@ class ScriptedRuntime:
         self.closed_imports: list[str] = []
         self.models: dict[str, ModelSpec] = {}
         self.adapters: dict[str, AdapterSpec] = {}
-        self.nodes: list[dict[str, Any]] = [{"id": "node-1"}]
+        node = {"id": "node-1", "is_connected": True, "residency": {}}
+        self.fleet: dict[str, list[dict[str, Any]]] = {"nodes": [node], "instances": [], "models": [], "queues": []}
 
     def open(self, request: Request) -> ScriptedHandle:
         if self.refusal is not None:
@@ -130,4 +131,4 @@ class ScriptedRuntime:
         return self.files[name]
 
     def snapshot(self) -> Snapshot:
-        return {"nodes": self.nodes, "instances": [], "queues": []}
+        return self.fleet

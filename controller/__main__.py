@@ -1,0 +1,84 @@
+"""`python -m nearline.controller`: the command line of the controller."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from nearline.controller.redis_state import DEFAULT_PREFIX
+from nearline.controller.service import ServiceConfig, serve
+from nearline.controller.tenants import Tenants, read_key_file
+from nearline.protocol.errors import NearlineError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the controller; returns the exit status. A failed start says why in one line."""
+    options = _parser().parse_args(arguments)
+    _configure_logging(options.json_logs)
+    try:
+        uvloop.run(serve(_config(options)))
+    except (NearlineError, OSError, ValueError) as error:
+        sys.stderr.write(f"nearline controller: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nearline.controller", description="The front door of a fleet.")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0 for other machines)")
+    add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
+    add("--redis", required=True, metavar="URL", help="redis://host:port/db or unix:///path/to/socket")
+    add("--key-prefix", default=DEFAULT_PREFIX, help="begin of every Redis key, one per deployment")
+    add("--data-dir", required=True, type=Path, help="journal and cached tokenizers")
+    add("--node-token-file", type=Path, help="file with the cluster token (or set NEARLINE_CLUSTER_TOKEN)")
+    add("--api-key", action="append", default=[], metavar="NAME=KEY", help="a tenant and its key; may be repeated")
+    add("--api-key-file", type=Path, help="file with one NAME=KEY per line")
+    add("--admin-key-file", type=Path, help="file with the only key that may administer (default: every key may)")
+    add("--url-file", type=Path, help="write the address that was bound to this file")
+    add("--max-running-jobs", type=int, default=32, help="jobs run at once")
+    add("--result-ttl", type=float, default=86_400.0, metavar="SECONDS", help="how long job results are kept")
+    add("--json-logs", action="store_true", help="one JSON object per log line")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> ServiceConfig:
+    keys = [*options.api_key, *(read_key_file(options.api_key_file) if options.api_key_file else [])]
+    admin_key = options.admin_key_file.read_text().strip() if options.admin_key_file else None
+    token_file = options.node_token_file
+    return ServiceConfig(
+        redis_url=options.redis,
+        data_dir=options.data_dir.expanduser().absolute(),
+        host=options.host,
+        port=options.port,
+        url_file=options.url_file,
+        node_token=token_file.read_text().strip() if token_file else os.environ.get("NEARLINE_CLUSTER_TOKEN", ""),
+        tenants=Tenants.of(keys, admin_key),
+        key_prefix=options.key_prefix,
+        max_running_jobs=options.max_running_jobs,
+        result_ttl_s=options.result_ttl,
+    )
+
+
+def _configure_logging(as_json: bool) -> None:
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ MIN_TEMPERATURE = 1e-5
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SUM_WIDTH = 512
+_PEAK_WIDTH = 64
 
 
 def uniform(seed: int, position: int) -> float:
@@ -91,20 +92,36 @@ def _kept(weights: Row, params: SamplingParams) -> NDArray[np.int64] | None:
     """Indices that survive the filters, ascending; None when no filter is on."""
     least = np.float32(params.min_p)
     if 0 < params.top_k < weights.shape[0]:
-        least = max(least, np.partition(weights, -params.top_k)[-params.top_k])
+        least = max(least, _kth_largest(weights, params.top_k))
     if params.top_p >= 1.0:
         return np.flatnonzero(weights >= least) if least > 0 else None
     if least > 0:
         kept = np.flatnonzero(weights >= least)
-        total = weights[kept].sum(dtype=np.float64)
-    else:
-        total = weights.sum(dtype=np.float64)
-        # Tokens lighter than this weigh less than 1 - top_p together, so none of them can be in the nucleus.
-        kept = np.flatnonzero(weights >= (1.0 - params.top_p) / weights.shape[0] * total * (1 - 1e-6))
-    best_first = kept[np.argsort(-weights[kept], kind="stable")]
-    heavier = np.cumsum(weights[best_first], dtype=np.float64)
-    num_kept = int(np.searchsorted(heavier, params.top_p * total, side="left")) + 1
-    return np.sort(best_first[:num_kept])
+        return kept[_nucleus(weights[kept], params.top_p, float(weights[kept].sum(dtype=np.float64)))]
+    total = float(weights.sum(dtype=np.float64))
+    # Tokens lighter than this weigh less than 1 - top_p together, so none of them can be in the nucleus.
+    kept = np.flatnonzero(weights >= (1.0 - params.top_p) / weights.shape[0] * total * (1 - 1e-6))
+    return kept[_nucleus(weights[kept], params.top_p, total)]
+
+
+def _kth_largest(values: Row, k: int) -> np.float32:
+    """Return the k-th largest value. The k-th largest of block maxima bounds it from below: little is left to sort."""
+    peaks = np.maximum.reduceat(values, np.arange(0, values.shape[0], _PEAK_WIDTH))
+    if k <= len(peaks):
+        values = values[values >= np.partition(peaks, -k)[-k]]
+    return np.float32(np.partition(values, -k)[-k])
+
+
+def _nucleus(weights: Row, top_p: float, total: float) -> NDArray[np.int64]:
+    """Indices, ascending, of the fewest heaviest weights that reach `top_p` of `total`; of equals, the first ones."""
+    heaviest_first = np.sort(weights)[::-1]
+    num_kept = int(np.searchsorted(np.cumsum(heaviest_first, dtype=np.float64), top_p * total, side="left")) + 1
+    if num_kept >= weights.shape[0]:
+        return np.arange(weights.shape[0])
+    least = heaviest_first[num_kept - 1]
+    above = np.flatnonzero(weights > least)
+    equal = np.flatnonzero(weights == least)[: num_kept - len(above)]
+    return np.sort(np.concatenate((above, equal)))
 
 
 def _point_of(weights: Row, point: float) -> int:
@@ -128,8 +145,7 @@ def logprob(raw: Row, token_id: int, num_top: int) -> TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
     if num_top > 0:
         num_top = min(num_top, raw.shape[0])
-        least = np.partition(raw, -num_top)[-num_top]
-        candidates = np.flatnonzero(raw >= least)
+        candidates = np.flatnonzero(raw >= _kth_largest(raw, num_top))
         ordered = candidates[np.argsort(-raw[candidates], kind="stable")][:num_top]
         top = tuple((int(token), float(raw[token]) - log_total) for token in ordered)
     return TokenLogprob(float(raw[token_id]) - log_total, top)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from nearline.engine.sequence import Sequence
 from nearline.engine.types import Batch, BatchItem, SampledToken
 from nearline.protocol import Digest, ModelId, Request, RequestId, SamplingParams, decoder_spec
 from nearline.protocol.errors import CheckpointCorrupt
+from tests.engine.checkpoints import Oracle, import_checkpoint, make_sources
 
 TINY: dict[str, Any] = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
@@ -198,3 +200,26 @@ def prompt() -> Callable[..., list[int]]:
         return [draw.randrange(3, TINY["vocab_size"]) for _ in range(length)]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def sources(tiny_llama_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models a and b, and the adapters lora4 and lora8 of a, as other tools write them."""
+    return make_sources(tiny_llama_dir, tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same, imported: their committed directories."""
+    root = tmp_path_factory.mktemp("store")
+    made = {name: import_checkpoint(root, "model", sources[name]) for name in ("a", "b")}
+    for name in ("lora4", "lora8"):
+        made[name] = import_checkpoint(root, "adapter", sources[name], base=made["a"].name)
+    return made
+
+
+@pytest.fixture(scope="session")
+def oracles(sources: dict[str, Path]) -> dict[str, Oracle]:
+    """What transformers and peft generate from them."""
+    made = {name: Oracle(sources[name]) for name in ("a", "b")}
+    return made | {name: Oracle(sources["a"], sources[name]) for name in ("lora4", "lora8")}

@@ -211,14 +211,16 @@ def test_a_prompt_that_is_wholly_known_still_computes_its_last_token_in_a_block_
     assert engine.outputs["a#1"] == engine.outputs["b#1"] == solo(first)
 
 
-def test_two_equal_prompts_that_are_wholly_known_start_in_one_step_without_writing_the_same_block() -> None:
+def test_a_known_block_that_will_be_written_again_is_not_shared_meanwhile() -> None:
     engine, prompt = Engine(max_step_tokens=None), list(range(1, 9))
-    for name in ("first", "b", "c"):
-        engine.add(make_request(name, prompt, max_tokens=5, ignore_eos=True))
-        if name == "first":
-            engine.drain()
+    requests = [make_request(name, tokens, max_tokens=5, ignore_eos=True)
+                for name, tokens in (("first", prompt), ("same", prompt), ("longer", [*prompt, 30, 31]))]  # fmt: skip
+    engine.add(requests[0])
+    engine.drain()
+    for request in requests[1:]:
+        engine.add(request)
     batch = engine.step()
     assert batch is not None
-    assert len(batch.items) == 2
+    assert [(item.start, item.num_tokens) for item in batch.items] == [(7, 1), (4, 6)]
     engine.drain()
-    assert engine.outputs["b#1"] == engine.outputs["c#1"] == engine.outputs["first#1"]
+    assert engine.outputs == {f"{request.request_id}#1": solo(request) for request in requests}

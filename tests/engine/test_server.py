@@ -1,0 +1,190 @@
+"""The engine process end to end: a real process, a tiny real model, transformers and peft as oracles."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearline.protocol import FinishReason, Request
+from nearline.protocol.frames import Abort, AdapterLoaded, BindFailed, LoadAdapter, StepDone, UnloadAdapter
+from tests.engine.checkpoints import Oracle
+from tests.engine.engine_process import INSTANCE, EngineUnderTest
+from tests.engine.fake_engine import make_request
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 12, **fields: Any) -> Request:
+    return make_request(name, prompt, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def prompts(count: int, longest: int = 60) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(256) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EngineUnderTest]:
+    engine = EngineUnderTest("--step-tokens", "40")
+    yield engine
+    logged = engine.close()
+    assert engine.exit_code() == 0, "it ends quietly when the agent closes the socket"
+    assert "Traceback" not in logged.split("cannot bind")[0]
+
+
+@pytest.fixture
+def engine(shared: EngineUnderTest, checkpoints: dict[str, Path]) -> Iterator[EngineUnderTest]:
+    """An engine bound to model a, its inbox empty."""
+    shared.inbox.clear()
+    shared.bind(checkpoints["a"])
+    yield shared
+    shared.unbind()
+
+
+def test_tokens_stream_one_by_one_and_equal_transformers(engine: EngineUnderTest, oracles: dict[str, Oracle]) -> None:
+    prompt = prompts(1)[0]
+    assert engine.generate(request("r", prompt)) == [oracles["a"](prompt)]
+    updates = engine.updates("r")
+    assert [len(update.token_ids) for update in updates] == [1] * 12
+    assert updates[0].timings is not None
+    assert [update.finish_reason for update in updates] == [None] * 11 + [FinishReason.LENGTH]
+
+
+def test_eight_together_equal_each_alone(engine: EngineUnderTest, oracles: dict[str, Oracle]) -> None:
+    wanted = prompts(8)
+    together = engine.generate(*[request(f"r{i}", prompt) for i, prompt in enumerate(wanted)])
+    assert together == [oracles["a"](prompt) for prompt in wanted]
+    assert max(step.num_running for step in engine.inbox if isinstance(step, StepDone)) > 1
+
+
+def test_a_resumed_request_goes_on_where_it_was(engine: EngineUnderTest, oracles: dict[str, Oracle]) -> None:
+    prompt = prompts(2)[1]
+    whole = oracles["a"](prompt)
+    engine.submit(request("r", prompt), attempt=3, generated=tuple(whole[:5]))
+    tokens, last = engine.outcome("r")
+    assert (tokens, last.attempt) == (whole[5:], 3)
+
+
+def test_an_abort_frees_its_blocks_within_a_step(engine: EngineUnderTest) -> None:
+    engine.submit(request("r", [1, 2, 3], max_tokens=400))
+    engine.expect(StepDone, where=lambda step: bool(step.updates))
+    engine.send(Abort(INSTANCE, "r"))
+    step = engine.expect(StepDone, where=lambda step: step.num_running == 0)
+    assert (step.num_waiting, step.kv_tokens_used) == (0, 0)
+    time.sleep(0.05)
+    assert engine.updates("r")[-1].finish_reason is None
+    assert len(engine.generate(request("next", [4, 5]))[0]) == 12
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": []}, "invalid_request"),
+    ({"prompt": [272]}, "invalid_request"),
+    ({"prompt": [1] * 513}, "context_length_exceeded"),
+    ({"prompt": [1], "adapter_digest": "f" * 32}, "not_found"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code"), BAD, ids=[code for _, code in BAD])
+def test_a_bad_request_fails_alone(engine: EngineUnderTest, fields: dict[str, Any], code: str) -> None:
+    engine.submit(request("good", [1, 2]), request("bad", **fields))
+    _, last = engine.outcome("bad")
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error is not None
+    assert last.error.code == code
+    assert len(engine.outcome("good")[0]) == 12
+
+
+def test_adapters_answer_as_peft_does_in_one_batch_with_the_base(
+    engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    digests = {name: checkpoints[name].name for name in ("lora4", "lora8")}
+    wanted = prompts(6, longest=20)
+    names = ["a", "lora4", "lora8", "lora4", "a", "lora8"]
+    for name in ("lora4", "lora8"):
+        engine.send(LoadAdapter(digests[name], str(checkpoints[name])))
+    requests = [request(f"r{i}", prompt, adapter_digest=digests.get(name))
+                for i, (name, prompt) in enumerate(zip(names, wanted, strict=True))]  # fmt: skip
+    engine.submit(*requests)
+    answers = [engine.outcome(f"r{i}")[0] for i in range(6)]
+    assert answers == [oracles[name](prompt) for name, prompt in zip(names, wanted, strict=True)]
+    loaded = [message for message in engine.inbox if isinstance(message, AdapterLoaded)]
+    assert {message.digest for message in loaded} == set(digests.values())
+    assert all(message.error is None and message.num_bytes > 0 for message in loaded)
+    assert oracles["a"](wanted[1]) != answers[1]
+
+
+def test_unloading_an_adapter_waits_for_the_sequence_that_uses_it(
+    engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    digest, prompt = checkpoints["lora4"].name, [5, 6, 7]
+    engine.send(LoadAdapter(digest, str(checkpoints["lora4"])))
+    engine.submit(request("running", prompt, adapter_digest=digest))
+    engine.send(UnloadAdapter(digest))
+    engine.submit(request("late", prompt, adapter_digest=digest))
+    assert engine.outcome("running")[0] == oracles["lora4"](prompt)
+    _, last = engine.outcome("late")
+    assert last.error is not None
+    assert last.error.code == "not_found"
+
+
+def test_an_adapter_that_is_gone_from_disk_fails_its_request_alone(engine: EngineUnderTest, tmp_path: Path) -> None:
+    engine.send(LoadAdapter("e" * 32, str(tmp_path / "gone")))
+    engine.submit(request("adapted", [1], adapter_digest="e" * 32), request("base", [1]))
+    assert engine.outcome("adapted")[1].finish_reason is FinishReason.ERROR
+    assert [m.error is not None for m in engine.inbox if isinstance(m, AdapterLoaded)] == [True]
+    assert len(engine.outcome("base")[0]) == 12
+
+
+def test_the_first_request_follows_the_bytes(
+    shared: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    shared.inbox.clear()
+    bound = shared.bind(checkpoints["b"], is_filled=False)
+    assert bound.bind_s < 0.5
+    shared.submit(request("r", [9, 8, 7]))
+    time.sleep(0.2)
+    assert shared.updates("r") == []
+    shared.pool.fill(checkpoints["b"], shared.frames)
+    assert shared.outcome("r")[0] == oracles["b"]([9, 8, 7])
+    shared.unbind()
+
+
+def test_it_is_bound_to_one_model_after_another_and_gives_memory_back(
+    shared: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    expected = {name: oracles[name]([1, 2, 3]) for name in ("a", "b")}
+    assert expected["a"] != expected["b"]
+    sizes = []
+    for round_ in range(8):
+        for name in ("a", "b"):
+            shared.inbox.clear()
+            shared.bind(checkpoints[name], kv_bytes=4 << 20)
+            assert shared.generate(request("r", [1, 2, 3])) == [expected[name]]
+            shared.submit(request("cut", [1], max_tokens=400))
+            shared.unbind()
+        sizes.append(_private_bytes(shared.process.pid) if round_ >= 3 else 0)
+    assert sizes[-1] - sizes[3] < 4 << 20, sizes
+    maps = Path(f"/proc/{shared.process.pid}/maps").read_text()
+    assert "memfd:pool" not in maps
+
+
+def _private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Private_Dirty:", "Anonymous:")))
+
+
+def test_what_cannot_be_bound_says_why_and_the_process_stays(
+    shared: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    shared.inbox.clear()
+    shared.submit(request("early", [1]))
+    error = shared.outcome("early")[1].error
+    assert error is not None
+    assert error.code == "instance_failed"
+    failed = shared.try_bind(checkpoints["a"], kv_bytes=10)
+    assert isinstance(failed, BindFailed)
+    assert failed.error.code == "out_of_memory"
+    shared.bind(checkpoints["a"])
+    assert shared.generate(request("r", [1, 2])) == [oracles["a"]([1, 2])]
+    shared.unbind()

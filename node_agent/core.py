@@ -12,6 +12,7 @@ from nearline.node_agent import actions as act
 from nearline.node_agent import events as ev
 from nearline.node_agent.budget import instance_budget, instance_threads
 from nearline.node_agent.lifecycle import LifecycleEvent, is_final, next_state
+from nearline.node_agent.pace import Pace
 from nearline.node_agent.roster import Roster
 from nearline.node_agent.supply import Demand, backoff_s, supply
 from nearline.node_agent.types import CoreConfig, DeviceSlots, Engine, EngineId, EngineState, Instance
@@ -25,15 +26,14 @@ from nearline.protocol.errors import (
     StartTimeout,
 )
 
-FIRST_BIND_S, FIRST_PROCESS_S = 0.05, 4.0
-EWMA_WEIGHT = 0.3
+BIND_GUESS_S, PROCESS_GUESS_S = 0.05, 4.0
 
 
 class NodeCore:
     """Decides which instance runs in which process. Every change enters through `on`."""
 
     def __init__(self, config: CoreConfig) -> None:
-        self.bind_s, self.process_s = FIRST_BIND_S, FIRST_PROCESS_S
+        self.bind_pace, self.process_pace = Pace(BIND_GUESS_S), Pace(PROCESS_GUESS_S)
         self._config = config
         self._roster = Roster(config.devices)
         self._deleting: dict[Digest, None] = {}
@@ -228,7 +228,7 @@ class NodeCore:
         if engine.state is not EngineState.STARTING:
             return
         engine.state, engine.deadline, engine.warm_at = EngineState.IDLE, None, now
-        self.process_s = _ewma(self.process_s, now - engine.started_at)
+        self.process_pace.observe(now - engine.started_at)
 
     def _on_engine_bound(self, event: ev.EngineBound, now: Seconds) -> None:
         engine = self._roster.engines[event.engine_id]
@@ -237,7 +237,7 @@ class NodeCore:
         instance = self._roster.instances[event.instance_id]
         engine.state, engine.deadline = EngineState.BOUND, None
         self._roster.devices[engine.device_index].num_failures = 0
-        self.bind_s = _ewma(self.bind_s, event.bind_s)
+        self.bind_pace.observe(event.bind_s)
         instance.bind_s, instance.kv_tokens_total = event.bind_s, event.kv_tokens_total
         if instance.state is InstanceState.DRAINING:
             self._unbind(instance, now)
@@ -392,7 +392,3 @@ class NodeCore:
     def _start_engine(self, device: DeviceSlots, reason: str, now: Seconds) -> None:
         engine = self._roster.add_engine(device.info.index, now, self._config)
         self._actions.append(act.StartEngine(engine.engine_id, device.info.index, reason))
-
-
-def _ewma(old: float, new: float) -> float:
-    return old + EWMA_WEIGHT * (new - old)

@@ -134,12 +134,12 @@ class FakeController:
     async def ensure(self, instance_id: str, digest: Digest, model_id: str = "m") -> None:
         await self.send(EnsureInstance(InstanceSpec(InstanceId(instance_id), ModelId(model_id), digest)))
 
-    async def state(self, instance_id: str, state: str, since: int = 0) -> InstanceStatus:
+    async def state(self, instance_id: str, state: str, timeout_s: float = 20.0, since: int = 0) -> InstanceStatus:
         def wanted(frame: Any) -> InstanceStatus | None:
             is_it = isinstance(frame, InstanceChanged) and frame.status.instance_id == instance_id
             return frame.status if is_it and frame.status.state is InstanceState(state) else None
 
-        status: InstanceStatus = await self.hear(wanted, since=since)
+        status: InstanceStatus = await self.hear(wanted, timeout_s, since)
         return status
 
     async def stop_instance(self, instance_id: str, drain_s: float = 0.0) -> None:

@@ -31,7 +31,7 @@ async def test_real_tokens_flow_survive_a_crash_and_leave_nothing_behind(
         for number in range(3):
             instance_id = f"i{number}"
             await controller.ensure(instance_id, info.digest)
-            status = await controller.state(instance_id, "ready")
+            status = await controller.state(instance_id, "ready", timeout_s=60)  # a killed engine's heir imports torch
             assert status.kv_tokens_total > 0
             await controller.submit(instance_id, f"r{number}", max_tokens=12)
             updates = await controller.finished(f"r{number}")

@@ -2,15 +2,17 @@
 
 import asyncio
 import os
+import random
 import signal
 import time
+from pathlib import Path
 
 import psutil
 
 from nearline.protocol import CheckpointInfo, Digest, FinishReason, InstanceState
 from nearline.protocol.frames import Abort, DeleteCheckpoint, InstanceChanged
 from nearline.protocol.ids import InstanceId, RequestId
-from tests.node_agent.conftest import Agent, FakeController
+from tests.node_agent.conftest import STAND_IN, Agent, FakeController, running_agent
 
 
 def token_ids(updates: list) -> list[int]:
@@ -86,8 +88,7 @@ async def test_a_killed_engine_fails_its_instance_and_the_next_one_works(
         await ready(controller, digest, instance_id)
         await controller.submit(instance_id, f"r{number}", max_tokens=100_000)
         await controller.hear(lambda f, n=number: controller.updates(f"r{n}"))
-        busy = [e for e in agent.engines() if len(agent.engines()) == 1 or e.cpu_times().user >= 0]
-        for engine in busy:
+        for engine in agent.engines():
             engine.send_signal(signal.SIGKILL)
         failed = await controller.state(instance_id, "failed")
         assert failed.error.code == "instance_failed"
@@ -120,6 +121,52 @@ async def test_engines_that_fail_while_binding_say_why_and_free_the_slot(
     await controller.ensure("i4", digest)
     report = await controller.report()
     assert sorted(i.instance_id for i in report.instances) == ["i4", "i5"]
+
+
+async def test_engines_that_cannot_start_are_tried_ever_later_and_waiting_instances_hear_of_it(
+    controller: FakeController, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, object]
+) -> None:
+    async with running_agent(controller, data_dir, engine=f"{STAND_IN} --dies-at-start") as agent:
+        await controller.report()
+        await controller.ensure("i1", stored_checkpoint[0].digest)
+        failed = await controller.state("i1", "failed")
+        assert "exit code 1" in failed.error.message
+        await asyncio.sleep(1.0)
+        assert agent.log().count("engine started") <= 6
+        assert any("no device context" in path.read_text() for path in (data_dir / "logs").iterdir())
+
+
+async def test_altered_bytes_fail_the_instance_by_name(
+    controller: FakeController, agent: Agent, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, object]
+) -> None:
+    digest = stored_checkpoint[0].digest
+    weights = data_dir / "store" / "checkpoints" / digest / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    await controller.ensure("i1", digest)
+    failed = await controller.state("i1", "failed")
+    assert failed.error.code == "checkpoint_corrupt"
+    report = await controller.report(lambda r: r.num_prewarmed >= 1 and not r.instances)
+    assert not report.residency[0].is_pinned
+
+
+async def test_after_any_storm_of_wishes_the_last_ones_hold(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, object]
+) -> None:
+    digest, chance = stored_checkpoint[0].digest, random.Random(7)
+    for number in range(60):
+        await controller.ensure(f"i{number}", digest)
+        await controller.submit(f"i{number}", f"r{number}", max_tokens=50)
+        await asyncio.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))
+        await controller.stop_instance(f"i{number}", drain_s=chance.choice((0.0, 0.05)))
+    for number in range(60):
+        await controller.state(f"i{number}", "stopped")
+        assert (await controller.finished(f"r{number}"))[-1].finish_reason is not None
+    report = await controller.report(lambda r: not r.instances)
+    assert not report.residency[0].is_pinned
+    assert len(agent.engines()) <= 3
+    await ready(controller, digest, "last")
 
 
 async def test_a_stop_ends_an_engine_that_neither_unbinds_nor_heeds_sigterm(

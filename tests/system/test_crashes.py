@@ -87,7 +87,7 @@ def test_a_client_that_hangs_up_frees_its_sequence(
     platform: RunningPlatform, tiny_model: Path, is_streaming: bool
 ) -> None:
     with platform.client() as client:
-        register(client, "hangup", tiny_model)
+        register(client, "hangup", tiny_model, replace=True)
         client.function("hangup").remote("warm", max_tokens=1)
         _hang_up_after(platform.url, "hangup", is_streaming, seconds=0.3)
         rows = lambda: [r for r in client.admin.list("instances") if r["model"] == "hangup"]  # noqa: E731

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
+from nearline.client.commands.models import show_phase
 from nearline.client.commands.options import console, fail, megabytes
 from nearline.client.commands.up import say, stop_signal, when_ready
 from nearline.client.commands.waterfall import waterfall
@@ -92,14 +93,9 @@ async def _import_model(client: AsyncClient, path: Path) -> None:
     body = {"name": MODEL, "source": str(path.resolve()), "keep_alive_s": KEEP_ALIVE_S}
     columns = (TextColumn("  {task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console) as progress:
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, TaskID] = {}
         async for event in client.admin.add("models", body):
-            phase = event.get("phase")
-            if phase is None:
-                continue
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase)
-            progress.update(tasks[phase], completed=event["done_bytes"], total=event["total_bytes"] or None)
+            show_phase(progress, tasks, event)
     say(f"registered as {MODEL!r}; it costs disk and nothing else until somebody calls it")
 
 

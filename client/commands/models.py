@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from nearline.client.blocking import Client
@@ -66,18 +66,26 @@ def register(client: Client, kind: str, body: dict[str, Any], is_quiet: bool = F
     columns = (TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     registered: dict[str, Any] | None = None
     with Progress(*columns, console=notices, transient=not notices.is_terminal, disable=is_quiet) as progress:
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, TaskID] = {}
         for event in client.admin.add(kind, body):
-            phase = event.get("phase")
-            if phase is None:
+            if not show_phase(progress, tasks, event):
                 registered = event
-                continue
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=event["total_bytes"] or None)
-            progress.update(tasks[phase], completed=event["done_bytes"], total=event["total_bytes"] or None)
     if registered is None:
         raise CheckpointCorrupt("the platform ended the import without a result; see its logs")
     return registered
+
+
+def show_phase(progress: Progress, tasks: dict[str, TaskID], event: dict[str, Any]) -> bool:
+    """Move the bar of an import's phase; phases that move no bytes get none. False when the event is the result."""
+    phase = event.get("phase")
+    if phase is None:
+        return False
+    total = event["total_bytes"]
+    if total:
+        if phase not in tasks:
+            tasks[phase] = progress.add_task(phase, total=total)
+        progress.update(tasks[phase], completed=event["done_bytes"], total=total)
+    return True
 
 
 def absolute(source: str) -> str:

@@ -165,7 +165,10 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Make an adapter usable, from its checkpoint directory. Sent before the first Submit that names it."""
+    """Make an adapter usable, from its checkpoint directory. Sent before the first Submit that names it.
+
+    Answered by AdapterLoaded; so is each later read of an adapter that had to make place for others meanwhile.
+    """
 
     digest: Digest
     directory: str
@@ -206,6 +209,9 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class BindFailed:
+    """The instance cannot be. It may also follow Bound, when bytes that arrive later turn out to be bad: then every
+    sequence has ended with that error before, and the process exits next."""
+
     instance_id: InstanceId
     error: ErrorInfo
 

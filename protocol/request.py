@@ -58,7 +58,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue. `salt` separates tenants in the prefix cache; `arrived_at` stays at the controller."""
+    """One prompt to continue. `salt` separates tenants in the prefix cache; `arrived_at` stays at the controller.
+
+    Of two that wait in one engine the smaller `priority` number is first, then the earlier arrival.
+    """
 
     request_id: RequestId
     model_id: ModelId
@@ -95,6 +98,7 @@ class SequenceUpdate:
     """New tokens of one sequence after one engine step.
 
     `attempt` is the dispatch it answers: the controller ignores updates of an attempt it gave up.
+    The token that stops a sequence (end of text or a stop id) is reported like any other: the last of `token_ids`.
     `timings` comes with the first token of an attempt. `error` is set exactly when finish_reason is ERROR.
     """
 

@@ -8,6 +8,8 @@
 #include "attention_inner.h"
 
 #define TILE 512 /* positions per tile */
+#define KEYS_AHEAD 48   /* positions between a key that is read and the one to prefetch */
+#define VALUES_AHEAD 32 /* the same for the values, which are read after the whole tile is scored */
 #define SPAN 64  /* positions whose values are widened once for many rows */
 #define ROWS_WANTED 32
 
@@ -134,6 +136,19 @@ INLINE block_t block_of(const item_t *item, long row, long tile, long window) {
     return block;
 }
 
+/* Asks for positions [first, last) of the item's head ahead of their use: blocks lie scattered, no hardware guesses. */
+INLINE void prefetch_positions(const attention_args *args, const item_t *item, const void *cache, long first, long last) {
+    const int32_t *table = args->block_tables + item->sequence * args->table_stride;
+    long bytes = args->head_dim * width_of(args->dt), size = args->block_size;
+    while (first < last) {
+        long block = first / size, end = min_of(last, (block + 1) * size);
+        const char *head = (const char *)cache + (table[block] * args->num_kv_heads + item->kv_head) * size * bytes;
+        for (long at = (first - block * size) * bytes; at < (end - block * size) * bytes; at += 64)
+            __builtin_prefetch(head + at, 0, 2);
+        first = end;
+    }
+}
+
 INLINE void score_tile(const attention_args *args, const item_t *item, long tile, workspace *w, int dt) {
     long first = max_of(tile, item->lowest), last = min_of(tile + TILE, item->highest);
     long words = args->head_dim / (IS_DOT(dt) ? 2 : 1);
@@ -143,6 +158,9 @@ INLINE void score_tile(const attention_args *args, const item_t *item, long tile
         find_rows(args, item, args->k_cache, low, high, rows + (low - start));
         for (long i = 0; i < low - start; i++) rows[i] = rows[low - start]; /* unseen: any readable row, masked later */
         for (long i = high - start; i < GROUP; i++) rows[i] = rows[high - start - 1];
+        long keys_at = start + KEYS_AHEAD, values_at = start + VALUES_AHEAD;
+        prefetch_positions(args, item, args->k_cache, keys_at, min_of(keys_at + GROUP, last));
+        prefetch_positions(args, item, args->v_cache, values_at, min_of(values_at + GROUP, last));
         transpose_keys(rows, words, w->keys, dt);
         for (long row = 0; row < item->num_rows; row += ROW_BLOCK) {
             block_t b = block_of(item, row, tile, args->window);
@@ -173,8 +191,9 @@ INLINE void weigh_tile(const attention_args *args, const item_t *item, long tile
         if (is_widened)
             for (long i = low; i < high; i++) {
                 float *to = w->widened + (i - start) * D;
-                for (long d = 0; d < D; d += 8)
-                    for (long j = d; j < d + 8; j++) to[j] = load1(w->values[i], j, dt);
+                long d = 0;
+                for (; d + 16 <= D; d += 16) store16(to + d, load16(at(w->values[i], d, dt), dt), F32);
+                for (; d < D; d++) to[d] = load1(w->values[i], d, dt);
                 w->values[i] = (const char *)to;
             }
         for (long row = 0; row < item->num_rows; row += ROW_BLOCK) {

@@ -7,26 +7,37 @@
 #define ROW_BLOCK 4 /* rows that share a pass over keys or values */
 #define IS_DOT(dt) (HAS_DOT_BF16 && (dt) == BF16)
 
+#define LOW_WORDS(x, y) \
+    __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH_WORDS(x, y) \
+    __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW_PAIRS(x, y) \
+    __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH_PAIRS(x, y) \
+    __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN_QUARTERS(x, y) \
+    __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD_QUARTERS(x, y) \
+    __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+
 /* Transposes 16 rows of 16 words: a[i] lane j becomes a[j] lane i. */
 INLINE void transpose16(v16 a[16]) {
-    v16 b[16];
-    UNROLL for (int i = 0; i < 16; i += 2) {
-        b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    v16 s[16]; /* s[4g + c] quarter q = column 4q + c of rows 4g … 4g + 3 */
+    UNROLL for (int g = 0; g < 16; g += 4) {
+        v16 low01 = LOW_WORDS(a[g], a[g + 1]), low23 = LOW_WORDS(a[g + 2], a[g + 3]);
+        v16 high01 = HIGH_WORDS(a[g], a[g + 1]), high23 = HIGH_WORDS(a[g + 2], a[g + 3]);
+        s[g] = LOW_PAIRS(low01, low23);
+        s[g + 1] = HIGH_PAIRS(low01, low23);
+        s[g + 2] = LOW_PAIRS(high01, high23);
+        s[g + 3] = HIGH_PAIRS(high01, high23);
     }
-    UNROLL for (int i = 0; i < 16; i += 4) UNROLL for (int j = 0; j < 2; j++) {
-        v16 x = b[i + j], y = b[i + j + 2];
-        a[i + j] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        a[i + j + 2] = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    UNROLL for (int i = 0; i < 16; i += 8) UNROLL for (int j = 0; j < 4; j++) {
-        v16 x = a[i + j], y = a[i + j + 4];
-        b[i + j] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        b[i + j + 4] = __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    UNROLL for (int j = 0; j < 8; j++) {
-        a[j] = __builtin_shufflevector(b[j], b[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        a[j + 8] = __builtin_shufflevector(b[j], b[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    UNROLL for (int c = 0; c < 4; c++) {
+        v16 even01 = EVEN_QUARTERS(s[c], s[4 + c]), even23 = EVEN_QUARTERS(s[8 + c], s[12 + c]);
+        v16 odd01 = ODD_QUARTERS(s[c], s[4 + c]), odd23 = ODD_QUARTERS(s[8 + c], s[12 + c]);
+        a[c] = EVEN_QUARTERS(even01, even23);
+        a[4 + c] = EVEN_QUARTERS(odd01, odd23);
+        a[8 + c] = ODD_QUARTERS(even01, even23);
+        a[12 + c] = ODD_QUARTERS(odd01, odd23);
     }
 }
 

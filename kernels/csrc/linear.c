@@ -12,11 +12,26 @@
 typedef struct {
     const char *x[ROWS_PER_TILE];
     const char *w[OUTPUTS_PER_TILE];
+    const char *next; /* weights to prefetch meanwhile: `lines` cache lines for each one that is read of a row */
+    long lines;
 } tile_rows;
+
+/* The next four rows of weights come in while this tile computes: the hardware follows such short rows too late. */
+INLINE void prefetch_step(const tile_rows *rows, long byte) {
+    if (!rows->lines) return;
+    const char *line = rows->next + byte * rows->lines;
+    __builtin_prefetch(line, 0, 2);
+    if (rows->lines == 1) return;
+    __builtin_prefetch(line + 64, 0, 2);
+    if (rows->lines == 2) return;
+    __builtin_prefetch(line + 128, 0, 2);
+    __builtin_prefetch(line + 192, 0, 2);
+}
 
 #if HAS_DOT_BF16
 INLINE void accumulate_dot(v16 acc[OUTPUTS_PER_TILE][4], const tile_rows *rows, long dim, int num_rows) {
     for (long m = 0; m < dim; m += 32) {
+        prefetch_step(rows, 2 * m);
         __mmask32 mask = dim - m >= 32 ? 0xffffffffu : (1u << (dim - m)) - 1;
         __m512bh w[OUTPUTS_PER_TILE];
         UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++)
@@ -35,6 +50,7 @@ INLINE void accumulate_fma(v16 acc[OUTPUTS_PER_TILE][4], const tile_rows *rows, 
     for (; m + 16 <= dim; m += 16) {
         v16 w[OUTPUTS_PER_TILE];
         UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++) w[n] = load16(at(rows->w[n], m, dt), dt);
+        prefetch_step(rows, m * width_of(dt));
         UNROLL for (int r = 0; r < num_rows; r++) {
             v16 x = load16(at(rows->x[r], m, F32), F32);
             UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++) acc[n][r] = madd(x, w[n], acc[n][r]);
@@ -83,9 +99,9 @@ INLINE v16 bias_lanes(const linear_args *args, long output, int dt) {
     return (v16){b[0], b[1], b[2], b[3], b[0], b[1], b[2], b[3], b[0], b[1], b[2], b[3], b[0], b[1], b[2], b[3]};
 }
 
-INLINE void tile(const linear_args *args, long token, long output, int num_rows, int dt) {
+INLINE void tile(const linear_args *args, long token, long output, int num_rows, int dt, const char *next, long lines) {
     long x_width = IS_DOT(dt) ? 2 : 4;
-    tile_rows rows;
+    tile_rows rows = {.next = next, .lines = lines};
     UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++) { /* past the last output: its row again, not stored */
         long row = output + n < args->num_outputs ? output + n : args->num_outputs - 1;
         rows.w[n] = at(args->w, row * args->dim, dt);
@@ -111,17 +127,28 @@ INLINE void tile(const linear_args *args, long token, long output, int num_rows,
                                   .out_dt = dt}, out, token, output, num_rows);
 }
 
+INLINE void tile_of(const linear_args *args, long token, long output, long left, int dt, const char *next, long lines) {
+#if ROWS_PER_TILE == 4
+    if (left >= 4) tile(args, token, output, 4, dt, next, lines);
+    if (left == 3) tile(args, token, output, 3, dt, next, lines);
+    if (left == 2) tile(args, token, output, 2, dt, next, lines);
+#else
+    if (left >= 2) tile(args, token, output, 2, dt, next, lines);
+#endif
+    if (left == 1) tile(args, token, output, 1, dt, next, lines);
+}
+
 INLINE void span(const linear_args *args, long first, int dt) {
+    long row_bytes = args->dim * width_of(dt);
     for (long panel = 0; panel < args->num_tokens; panel += TOKENS_PER_PANEL) {
         long end = panel + TOKENS_PER_PANEL < args->num_tokens ? panel + TOKENS_PER_PANEL : args->num_tokens;
+        long num_tiles = (end - panel + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
+        long lines = num_tiles >= 4 ? 1 : num_tiles >= 2 ? 2 : 4; /* per tile, so that the tiles share the four rows */
         for (long n = first; n < args->num_outputs; n += OUTPUTS_PER_TILE) {
-            long t = panel;
-            for (; t + ROWS_PER_TILE <= end; t += ROWS_PER_TILE) tile(args, t, n, ROWS_PER_TILE, dt);
-#if ROWS_PER_TILE == 4
-            if (end - t == 3) tile(args, t, n, 3, dt);
-            if (end - t == 2) tile(args, t, n, 2, dt);
-#endif
-            if (end - t == 1) tile(args, t, n, 1, dt);
+            const char *next = (const char *)args->w + (n + OUTPUTS_PER_TILE) * row_bytes;
+            const char *stop = next + OUTPUTS_PER_TILE * row_bytes;
+            for (long t = panel; t < end; t += ROWS_PER_TILE, next += lines * row_bytes)
+                tile_of(args, t, n, end - t, dt, next, next < stop ? lines : 0);
         }
     }
 }

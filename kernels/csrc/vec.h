@@ -95,7 +95,13 @@ INLINE uint16_t float_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-INLINE v16 widen_bf16(u16x16 h) { return (v16)(__builtin_convertvector(h, u32x16) << 16); }
+INLINE v16 widen_bf16(u16x16 h) {
+#if defined(__AVX512F__) /* gcc 12 would convert in halves */
+    return (v16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#else
+    return (v16)(__builtin_convertvector(h, u32x16) << 16);
+#endif
+}
 
 INLINE u16x16 narrow_bf16(v16 x) {
 #if HAS_DOT_BF16

@@ -26,10 +26,10 @@ ROOMS = sorted(MAY_IMPORT)
 TORCH_ROOMS = {"kernels", "loader", "engine"}
 WORDS = {"types", "config", "events", "actions", "errors", "ids", "request", "model", "instance", "frames", "decoder"}
 MINDS = {
-    "checkpoint_store": {"tiers", "estimate"},
-    "engine": {"sequence", "block_manager", "scheduler", "core", "adapters"},
-    "node_agent": {"core", "lifecycle"},
-    "controller": {"core", "state", "estimate"},
+    "checkpoint_store": {"tiers", "estimate", "depth"},
+    "engine": {"sequence", "block_manager", "scheduler", "core", "adapters", "admission", "validation"},
+    "node_agent": {"core", "lifecycle", "roster", "supply", "budget", "pace", "sequences"},
+    "controller": {"core", "state", "estimate", "queues", "timers", "agenda", "requests", "machines", "capacity"},
 }
 IMPURE = {"time", "asyncio", "threading", "logging", "structlog", "torch", "random", "os", "socket", "subprocess",
           "aiohttp", "redis", "concurrent", "uuid", "secrets", "datetime"}  # fmt: skip

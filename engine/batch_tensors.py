@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -52,44 +52,46 @@ def adapter_runs(items: Seq[BatchItem]) -> tuple[AdapterRun, ...]:
 
 def step_tensors(items: Seq[BatchItem], block_size: int, vocab_size: int, device: torch.device) -> StepTensors:
     """Pack the items in the order given. Raises InvalidRequest if a token id is outside the vocabulary."""
-    counts = [item.num_tokens for item in items]
-    num_tokens, num_items = sum(counts), len(items)
     contexts = [item.start + item.num_tokens for item in items]
-    tables = [item.sequence.block_table for item in items]
-    width = max(-(-context // block_size) for context in contexts)
-    sampled = [i for i, item in enumerate(items) if item.is_sampled]
-    bounds = np.cumsum([0, *([num_tokens] * 3), num_items + 1, num_items, len(sampled), num_items * width])
-    packed = np.zeros(bounds[-1], dtype=np.int32)
-    ids, positions, slots, starts, lens, rows, blocks = (packed[begin:end] for begin, end in pairwise(bounds))
-    starts[1:] = np.cumsum(counts)
-    lens[:] = contexts
-    rows[:] = starts[1:][sampled] - 1
-    grid = blocks.reshape(num_items, width)
-    for row, (table, context) in enumerate(zip(tables, contexts, strict=True)):
-        used = -(-context // block_size)
-        grid[row, :used] = table[:used]
-    if num_tokens == num_items:
-        ids[:] = [item.sequence.token_ids[item.start] for item in items]
-        positions[:] = [item.start for item in items]
-        owners = np.arange(num_items)
-    else:
-        ids[:] = [
-            token for item in items for token in item.sequence.token_ids[item.start : item.start + item.num_tokens]
-        ]
-        owners = np.repeat(np.arange(num_items), counts)
-        offsets = np.asarray([item.start for item in items]) - starts[:-1]
-        positions[:] = np.arange(num_tokens) + offsets[owners]
-    slots[:] = grid[owners, positions // block_size] * block_size + positions % block_size
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    tables = _tables(items, contexts, block_size)
+    tokens = _tokens(items, tables, block_size)
+    if min(tokens.ids) < 0 or max(tokens.ids) >= vocab_size:
         raise InvalidRequest(f"a token id lies outside the vocabulary of {vocab_size}")
-    return _on_device(packed, [int(bound) for bound in bounds], grid.shape, max(counts), device)
+    starts = [0, *accumulate(item.num_tokens for item in items)]
+    sampled = [end - 1 for end, item in zip(starts[1:], items, strict=True) if item.is_sampled]
+    parts = [tokens.ids, tokens.positions, tokens.slots, sampled, starts, contexts, list(chain.from_iterable(tables))]
+    # One array, one copy to the device; the pieces are views of it.
+    packed = torch.from_numpy(np.asarray(list(chain.from_iterable(parts)), dtype=np.int32)).to(device)
+    ids, positions, slots, rows, starts_B1, lens_B, blocks = torch.split(packed, [len(part) for part in parts])
+    longest_query = max(item.num_tokens for item in items)
+    meta = AttentionMeta(starts_B1, lens_B, blocks.view(len(items), len(tables[0])), longest_query)
+    return StepTensors(ids, positions, slots, rows, meta, max(contexts))
 
 
-def _on_device(
-    packed: np.ndarray, bounds: list[int], grid: tuple[int, ...], max_query_len: int, device: torch.device
-) -> StepTensors:
-    whole = torch.from_numpy(packed).to(device)
-    ids, positions, slots, starts, lens, rows, blocks = (whole[begin:end] for begin, end in pairwise(bounds))
-    meta = AttentionMeta(starts, lens, blocks.view(grid), max_query_len)
-    longest = int(packed[bounds[4] : bounds[5]].max())
-    return StepTensors(ids, positions, slots, rows, meta, longest)
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+
+
+def _tables(items: Seq[BatchItem], contexts: Seq[int], block_size: int) -> list[list[int]]:
+    """The blocks in use of each item, padded to the longest."""
+    counts = [-(-context // block_size) for context in contexts]
+    width = max(counts)
+    return [
+        item.sequence.block_table[:count] + [0] * (width - count) for item, count in zip(items, counts, strict=True)
+    ]
+
+
+def _tokens(items: Seq[BatchItem], tables: Seq[list[int]], block_size: int) -> _Tokens:
+    """Plain Python: for the few tokens of a decode it is quicker than a dozen calls into numpy."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for item, table in zip(items, tables, strict=True):
+        span = range(item.start, item.start + item.num_tokens)
+        ids += item.sequence.token_ids[span.start : span.stop]
+        positions += span
+        slots += [table[position // block_size] * block_size + position % block_size for position in span]
+    return _Tokens(ids, positions, slots)

@@ -97,6 +97,7 @@ class Runner:
         self.failed.append((item.sequence.request.request_id, error))
         return []
 
+    @torch.inference_mode()
     def hidden(self, items: Seq[BatchItem]) -> tuple[torch.Tensor, StepTensors]:
         """Compute the final hidden state of every row of a step whose items are in adapter order.
 

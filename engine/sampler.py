@@ -21,15 +21,12 @@ class Sampler:
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos = tuple(eos_token_ids)
 
-    @torch.inference_mode()
     def sample(self, logits_SV: Tensor, items: Seq[BatchItem]) -> list[SampledToken]:
         """Choose a token per row; `items[i]` belongs to row i. A row that cannot be sampled carries its error.
 
         Shapes: [S, V] fp32.
         """
-        best: list[int] = kernels.argmax(logits_SV).tolist()
-        # The largest logit tells the row's health: NaN wins every maximum, and all -inf has no finite one.
-        is_finite: list[bool] = torch.isfinite(logits_SV.amax(dim=-1)).tolist()
+        best, is_finite = _best(logits_SV)
         rows: np.ndarray | None = None
         outcomes = []
         for index, item in enumerate(items):
@@ -60,6 +57,19 @@ class Sampler:
             return _failed(error)
         reported = None if params.logprobs is None else logprob(raw, token_id, params.logprobs)
         return SampledToken(token_id, reported)
+
+
+def _best(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
+    """Return each row's best token and whether its logit is finite: NaN wins every maximum, all -inf has none."""
+    best: list[int]
+    is_finite: list[bool]
+    if logits_SV.device.type == "cpu":
+        rows = logits_SV.numpy()  # numpy's argmax takes a quarter of the time of torch's
+        winners = rows.argmax(axis=1)
+        best, is_finite = winners.tolist(), np.isfinite(rows[np.arange(len(rows)), winners]).tolist()
+        return best, is_finite
+    best, is_finite = kernels.argmax(logits_SV).tolist(), torch.isfinite(logits_SV.amax(dim=-1)).tolist()
+    return best, is_finite
 
 
 def _is_plain_greedy(item: BatchItem) -> bool:

@@ -59,7 +59,6 @@ class Decoder:
         """Make positions [0, num_positions) usable in `forward`."""
         self._rope.reserve(num_positions)
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids_T: Tensor,
@@ -84,7 +83,6 @@ class Decoder:
         self._is_loaded = True
         return kernels.rms_norm(residual_TM, self._final_norm(), self.spec.norm_eps)
 
-    @torch.inference_mode()
     def logits(self, hidden_BM: Tensor) -> Tensor:
         """Project hidden states onto the vocabulary. Shapes: [B, M] → [B, V] in fp32."""
         if self._head_VM is None:

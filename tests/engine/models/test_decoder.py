@@ -11,6 +11,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama untied": ("Llama", {"tie_word_embeddings": False}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama without grouped heads": ("Llama", {"num_key_value_heads": 4}),
+    "llama with gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama with relu": ("Llama", {"hidden_act": "relu"}),
     "mistral with a window": ("Mistral", {"sliding_window": 24}),
     "mistral without a window": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
@@ -110,6 +112,17 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(
     assert [harness.generate([harness.sequence(tokens)], 12)[0] for tokens in prompts] == expected
     assert harness.generate([harness.sequence(tokens) for tokens in prompts], 12) == expected
     assert harness.generate([harness.sequence(tokens) for tokens in prompts], 12, chunk=7) == expected
+
+
+@pytest.mark.parametrize("family", ["llama with biases", "mistral with a window", "qwen2", "qwen3", "smollm3"])
+def test_layers_op_by_op_equal_the_compiled_call(
+    family: str, tiny_model: Callable[..., Any], bind: Any, prompt: Any
+) -> None:
+    name, overrides = FAMILIES[family]
+    harness, tokens = bind(tiny_model(name, **overrides)), prompt(50)
+    compiled = harness.logits(tokens, chunk=30)
+    harness.runner.decoder._fused = None
+    torch.testing.assert_close(harness.logits(tokens, chunk=30), compiled, atol=1e-5, rtol=0)
 
 
 def test_mixed_dtypes_compute_in_the_dtype_of_the_projections(

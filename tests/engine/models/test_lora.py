@@ -93,7 +93,16 @@ def test_an_adapter_equals_peft(form: str, fleet: Fleet, prompt: Any) -> None:
     assert (ours - fleet.oracle(None, tokens)).abs().max() > 0.1, "the adapter changes nothing: a vacuous test"
 
 
-def test_a_mixed_batch_equals_each_alone_and_peft(fleet: Fleet, prompt: Any) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_mixed_batch_equals_each_alone_and_peft(
+    is_compiled: bool, fleet: Fleet, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(fleet.harness.runner.decoder, "_fused", None)
+    _check_mixed_batch(fleet, prompt)
+
+
+def _check_mixed_batch(fleet: Fleet, prompt: Any) -> None:
     names = [*FORMS, None, "plain", None, "rsLoRA"]
     prompts = [prompt(5 + 3 * i, seed=i) for i in range(len(names))]
     together = fleet.harness.logits_together(

@@ -23,10 +23,20 @@ BACKOFF_S = (1.0, 30.0)
 
 
 class JobWorker:
-    """Runs up to `max_running` jobs at once under the name `consumer`. Owns: their tasks and leases."""
+    """Runs up to `max_running` jobs at once under the name `consumer`. Owns: their tasks and leases.
+
+    `is_heir`: no other worker is alive (the leader lease says so), so what they held is taken over at once.
+    """
 
     def __init__(
-        self, state: State, store: JobStore, run: RunJob, consumer: str, max_running: int = 32, lease_s: float = 15.0
+        self,
+        state: State,
+        store: JobStore,
+        run: RunJob,
+        consumer: str,
+        max_running: int = 32,
+        lease_s: float = 15.0,
+        is_heir: bool = True,
     ) -> None:
         self._state = state
         self._store = store
@@ -34,6 +44,7 @@ class JobWorker:
         self._consumer = consumer
         self._free = asyncio.Semaphore(max_running)
         self._lease_s = lease_s
+        self._is_heir = is_heir
         self._tasks: dict[JobId, asyncio.Task[None]] = {}
         self._over: set[asyncio.Task[None] | None] = set()
         self._ending: set[JobId] = set()
@@ -47,8 +58,8 @@ class JobWorker:
         """Work until cancelled; jobs under way are then handed back to the queue."""
         try:
             await self._forever("takeover", self._ensure_group)
-            # The leader lease says that every other controller is gone: their entries are ours at once.
-            await self._forever("takeover", lambda: self._take_over(0.0))
+            if self._is_heir:
+                await self._forever("takeover", lambda: self._take_over(0.0))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._loop("read", self._read, 0.0))
                 group.create_task(self._loop("tick", self._store.tick, 0.25))

@@ -34,6 +34,7 @@ MAX_LOST = 20
 """Runs that may vanish with their controller before the job itself is suspected of killing it."""
 
 MAX_RESULT_BYTES = 8 << 20
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0
 
 
 class JobState(StrEnum):
@@ -101,6 +102,7 @@ class JobStore:
         self._prefix = state.key("job", "")
         self._listeners: list[Callable[[JobId | None], None]] = []
         self._ended: dict[JobId, list[asyncio.Event]] = {}
+        self._has_news = False
         self.stream = state.key("jobs", "stream")
 
     def _keys(self, job_id: str) -> list[str]:
@@ -277,17 +279,21 @@ class JobStore:
 
     async def listen(self) -> None:
         """Receive news for ever, over outages. Run it as a task beside everything that waits."""
+        pause_s = _MIN_PAUSE_S
         while True:
+            self._has_news = False
             try:
                 await self._receive()
             except (NearlineError, RedisError, OSError) as error:
-                log.warning("job_news_interrupted", error=str(error))
-                await asyncio.sleep(0.5)
+                pause_s = _MIN_PAUSE_S if self._has_news else min(pause_s * 2, _MAX_PAUSE_S)
+                log.warning("job_news_interrupted", error=str(error), pause_s=pause_s)
+                await asyncio.sleep(pause_s)
 
     async def _receive(self) -> None:
         async with self._state.redis.pubsub(ignore_subscribe_messages=True) as pubsub:
             async with state_errors():
                 await pubsub.subscribe(self._channel)
+            self._has_news = True
             self._tell(None)
             while True:
                 async with state_errors():

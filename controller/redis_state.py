@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
@@ -17,6 +17,7 @@ ANSWER_LIMIT_S = 10.0
 """Longer than any blocking read we do, so that only a dead server runs into it."""
 
 RETRY_AFTER_S = 2.0
+MAX_CONNECTIONS = 64
 
 
 class State:
@@ -27,13 +28,16 @@ class State:
 
     def __init__(self, url: str, prefix: str = DEFAULT_PREFIX) -> None:
         self.prefix = prefix
-        self.redis: Any = Redis.from_url(  # its annotations know bytes only, we decode
+        pool = BlockingConnectionPool.from_url(
             url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=ANSWER_LIMIT_S,
             decode_responses=True,
             socket_timeout=None,  # the client's own waits lose cancellations on Python 3.11; state_errors has the limit
             socket_connect_timeout=3.0,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), 2),
         )
+        self.redis: Any = Redis.from_pool(pool)  # Any: its annotations know bytes only, we decode
 
     def key(self, *parts: str) -> str:
         """Name a key of this deployment."""

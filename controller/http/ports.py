@@ -60,5 +60,5 @@ class Runtime(Protocol):
     async def fetch_file(self, digest: Digest, name: str) -> bytes: ...
 
     def snapshot(self) -> Snapshot:
-        """The fleet now, as rows of JSON's types: `nodes`, `instances`, `models`, `queues` (see controller/snapshot.py)."""
+        """The fleet now as rows of JSON's types: `nodes`, `instances`, `models`, `queues` (controller/snapshot.py)."""
         ...

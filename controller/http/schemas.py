@@ -13,7 +13,7 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 
 TokenIds = list[int]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MAX_STOPS)]
 
 
 def _as_list(value: Any) -> Any:
@@ -51,7 +51,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[Stop] | None, BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] = None
+    stop: Annotated[Stops | None, BeforeValidator(_as_list)] = None
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=1000)
     ignore_eos: bool = False
     stream: bool | None = False

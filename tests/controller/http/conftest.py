@@ -78,6 +78,14 @@ class FrontDoor:
         return [frame if frame == "[DONE]" else json.loads(frame) for frame in frames]
 
 
+async def until(condition: Any, timeout_s: float = 5.0) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not condition():
+        assert loop.time() < deadline
+        await asyncio.sleep(0.01)
+
+
 def yarl_raw(url: str) -> Any:
     from yarl import URL
 

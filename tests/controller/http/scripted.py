@@ -50,7 +50,10 @@ class ScriptedHandle:
         ids = list(runtime.script(self.request))
         for index, token_id in enumerate(ids[: sampling.max_tokens]):
             if runtime.break_at is not None and index == runtime.break_at[0]:
-                raise runtime.break_at[1]
+                error = runtime.break_at[1]
+                if runtime.breaks_once:
+                    runtime.break_at = None
+                raise error
             await asyncio.sleep(runtime.step_s)
             is_eos = token_id == EOS and not sampling.ignore_eos
             is_last = index + 1 == min(len(ids), sampling.max_tokens)
@@ -81,6 +84,7 @@ class ScriptedRuntime:
         self.gate.set()
         self.step_s = 0.0
         self.break_at: tuple[int, NearlineError] | None = None
+        self.breaks_once = False
         self.refusal: NearlineError | None = None
         self.handles: list[ScriptedHandle] = []
         self.imports: dict[str, CheckpointInfo | NearlineError] = {}
@@ -106,13 +110,13 @@ class ScriptedRuntime:
         self.models[spec.model_id] = spec
 
     def remove_model(self, model_id: ModelId) -> None:
-        del self.models[model_id]
+        self.models.pop(model_id, None)
 
     def add_adapter(self, spec: AdapterSpec) -> None:
         self.adapters[spec.adapter_id] = spec
 
     def remove_adapter(self, adapter_id: ModelId) -> None:
-        del self.adapters[adapter_id]
+        self.adapters.pop(adapter_id, None)
 
     async def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None

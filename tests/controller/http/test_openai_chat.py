@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from nearline.protocol.errors import InstanceFailed, Overloaded
-from tests.controller.http.conftest import CONTEXT, FrontDoor
+from tests.controller.http.conftest import CONTEXT, FrontDoor, until
 from tests.controller.http.scripted import EOS
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -183,14 +183,9 @@ async def test_a_client_that_hangs_up_frees_its_request(front: FrontDoor, is_str
     host, port = front.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-    async with asyncio.timeout(2):
-        while not front.runtime.handles or (not is_held and not front.runtime.handles[0].num_sent):
-            await asyncio.sleep(0.01)
-        writer.close()
-        while not front.runtime.handles[0].is_cancelled:
-            await asyncio.sleep(0.01)
-    in_flight = front.door.metrics.registry.get_sample_value
-    async with asyncio.timeout(2):
-        while in_flight("nearline_http_requests_in_flight"):
-            await asyncio.sleep(0.01)
-    assert in_flight("nearline_request_failures_total", {"model_name": "tiny", "code": "cancelled"}) == 1
+    handles, value = front.runtime.handles, front.door.metrics.registry.get_sample_value
+    await until(lambda: bool(handles) and (is_held or handles[0].num_sent > 0))
+    writer.close()
+    await until(lambda: handles[0].is_cancelled)
+    await until(lambda: not value("nearline_http_requests_in_flight"))
+    assert value("nearline_request_failures_total", {"model_name": "tiny", "code": "cancelled"}) == 1

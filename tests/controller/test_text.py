@@ -1,0 +1,193 @@
+"""Tokenising and chat templates, judged by transformers on the same files."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nearline.controller.templates import ChatTemplate
+from nearline.controller.text import INLINE_CHARS, TextModel, TextModels, named_templates
+from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
+from nearline.protocol.errors import InvalidRequest, NodeLost, UnsupportedCheckpoint
+from tests.conftest import CHATML
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi ď 👋"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+]
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama-like": (
+        "{{- bos_token }}\n"
+        "{%- if messages[0]['role'] == 'system' %}\n"
+        "    {%- set system = messages[0]['content']|trim %}\n"
+        "    {%- set messages = messages[1:] %}\n"
+        "{%- else %}\n    {%- set system = '' %}\n{%- endif %}\n"
+        "{{- '<<' + system + '>>' }}\n"
+        "{%- for message in messages %}\n"
+        "    {%- if loop.index0 > 90 %}{% break %}{% endif %}\n"
+        "    {{- message['role'] + ': ' + message['content'] | trim + '\\n' }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n    {{- 'assistant: ' }}\n{%- endif %}\n"
+    ),
+    "tools": "{% for t in tools or [] %}{{ t | tojson(indent=2) }}{% endfor %}{{ messages[-1].content }}{{ eos_token }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}",
+}
+
+
+def files_of(tokenizer_json: dict[str, Any], **config: Any) -> dict[str, bytes]:
+    settings = {"bos_token": "<|bos|>", "eos_token": {"content": "<|im_end|>"}, **config}
+    return {
+        "tokenizer.json": json.dumps(tokenizer_json).encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_a_conversation_becomes_the_prompt_transformers_makes(
+    name: str, tiny_tokenizer_json: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tiny_tokenizer_json))
+    oracle = PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<|bos|>", eos_token="<|im_end|>")
+    tools = [{"type": "function", "function": {"name": "f", "description": "<ü>"}}] if name == "tools" else None
+    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"})
+    expected = oracle.apply_chat_template(
+        TALK, tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=True, tokenize=False
+    )
+    assert await template.render(TALK, tools) == expected
+    text = TextModel(files_of(tiny_tokenizer_json, chat_template=TEMPLATES[name]))
+    ids = await text.encode_chat(TALK, tools, None)
+    assert list(ids) == oracle(expected, add_special_tokens=False)["input_ids"]
+
+
+async def test_a_template_that_refuses_is_quoted() -> None:
+    template = ChatTemplate("{{ raise_exception('Roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="Roles must alternate") as refused:
+        await template.render(TALK)
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0]['content'].nope.nope }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'x' * 10**9 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+    ],
+)
+async def test_a_template_that_misbehaves_is_the_callers_error(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        await ChatTemplate(source, {}).render(TALK)
+
+
+async def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    monkeypatch.setattr("nearline.controller.templates.RENDER_LIMIT_S", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="simplify"):
+        await ChatTemplate(loops, {}).render(TALK)
+    await asyncio.sleep(0.3)
+    assert not [thread for thread in threading.enumerate() if thread.name == "chat-template"]
+
+
+def test_a_template_that_is_none_is_refused_when_loaded() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="line 1"):
+        ChatTemplate("{% for %}", {})
+
+
+async def test_parts_nulls_and_developers_are_understood() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}", {})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    talk = [
+        {"role": "developer", "content": "rules"},
+        {"role": "user", "content": parts, "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ]
+    assert await template.render(talk) == "system=rules;user=a\nb;assistant=;"
+    knowing = ChatTemplate("{{ messages[0].role }}{# developer #}", {})
+    assert await knowing.render(talk) == "developer"
+    with pytest.raises(InvalidRequest, match="image_url"):
+        await template.render([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+
+
+def test_the_template_file_wins_and_lists_are_read_by_name(tiny_tokenizer_json: dict[str, Any]) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    files = files_of(tiny_tokenizer_json, chat_template=named)
+    assert named_templates(files) == {"default": "D", "tool_use": "T"}
+    assert named_templates({**files, "chat_template.jinja": b"F"}) == {"default": "F", "tool_use": "T"}
+
+
+async def test_tools_choose_their_template_and_no_template_names_the_cure(tiny_tokenizer_json: dict[str, Any]) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "TT"}]
+    text = TextModel(files_of(tiny_tokenizer_json, chat_template=named))
+    assert len(await text.encode_chat(TALK, None, None)) == 1
+    assert len(await text.encode_chat(TALK, [{"type": "function"}], None)) == 2
+    with pytest.raises(InvalidRequest, match=r"chat_template\.jinja"):
+        await TextModel(files_of(tiny_tokenizer_json)).encode_chat(TALK, None, None)
+
+
+@pytest.mark.parametrize(("add_bos", "first"), [(True, 256), (False, 97), (None, 97)])
+async def test_the_beginning_of_text_is_added_as_the_model_says(
+    tiny_tokenizer_json: dict[str, Any], add_bos: bool | None, first: int
+) -> None:
+    text = TextModel(files_of(tiny_tokenizer_json, add_bos_token=add_bos))
+    plain = await text.encode("a", add_special=False)
+    ids = await text.encode("a")
+    assert ids == ((256, *plain) if first == 256 else plain)
+
+
+async def test_long_texts_are_tokenised_beside_the_event_loop(tiny_tokenizer_json: dict[str, Any]) -> None:
+    text = TextModel(files_of(tiny_tokenizer_json))
+    assert len(await text.encode("ab" * INLINE_CHARS)) == 2 * INLINE_CHARS
+    with pytest.raises(InvalidRequest, match="Unicode"):
+        await text.encode("\ud800")
+
+
+def test_a_model_without_a_fast_tokenizer_names_the_cure() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"tokenizer\.json"):
+        TextModel({}, "/models/x")
+
+
+async def test_files_are_fetched_once_and_survive_without_any_node(
+    tiny_tokenizer_json: dict[str, Any], tmp_path: Path
+) -> None:
+    files = files_of(tiny_tokenizer_json, chat_template=CHATML)
+    fetched: list[str] = []
+    is_up = True
+
+    async def fetch(digest: Digest, name: str) -> bytes:
+        if not is_up:
+            raise NodeLost("no node")
+        fetched.append(name)
+        await asyncio.sleep(0.01)
+        return files[name]
+
+    info = CheckpointInfo(
+        Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", ("config.json", *files), eos_token_ids=(258,)
+    )
+    texts = TextModels(tmp_path, fetch)
+    found = await asyncio.gather(*[texts.get(info) for _ in range(10)])
+    assert len({id(text) for text in found}) == 1
+    assert sorted(fetched) == sorted(files)
+    is_up = False
+    again = await TextModels(tmp_path, fetch).get(info)
+    assert await again.encode("a") == await found[0].encode("a")
+    other = CheckpointInfo(Digest("e"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
+    with pytest.raises(NodeLost):
+        await texts.get(other)
+    is_up = True
+    await texts.get(other)
+    own = CheckpointInfo(Digest("ad"), CheckpointKind.ADAPTER, 1, "f", "a", "/m", "float32", ("chat_template.jinja",))
+    files["chat_template.jinja"] = b"X"
+    assert len(await (await texts.get(info, own)).encode_chat(TALK, None, None)) == 1

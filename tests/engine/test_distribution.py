@@ -15,7 +15,7 @@ from nearline.protocol import SamplingParams
 from nearline.protocol.errors import InvalidRequest
 
 LOGITS = np.asarray([2.0, 1.0, 0.5, 0.5, -0.3, -1.0, -2.0, 3.1], dtype=np.float32)
-NUM_DRAWS = 20_000
+NUM_DRAWS = 6_000
 
 
 def brute_force(logits: Row, params: SamplingParams) -> list[float]:

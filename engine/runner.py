@@ -33,7 +33,7 @@ class RunnerConfig:
     device: str = "cpu"
     """Torch's name of the device."""
     dtype: torch.dtype | None = None
-    """Compute dtype; None: `compute_dtype` decides. Any other than the stored one copies every weight."""
+    """Compute dtype; None: the one stored. Any other copies every weight."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that `min_tokens` holds back."""
 
@@ -53,7 +53,7 @@ class Runner:
         check_shapes(spec, weights)
         self.spec, self.config = spec, config
         self._device = torch.device(config.device)
-        self.dtype = config.dtype or compute_dtype(weights, self._device)
+        self.dtype = config.dtype or compute_dtype(weights)
         self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
         self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
@@ -125,10 +125,6 @@ def _describe(error: Exception) -> ErrorInfo:
     return ErrorInfo.of(error)
 
 
-def compute_dtype(weights: Weights, device: torch.device) -> torch.dtype:
-    """Choose the dtype in which a checkpoint is computed: its own, except that a CPU computes fp16 in fp32.
-
-    fp16 matrix products on this class of CPU take 4 times as long as fp32's on 128 tokens, and fp32 is exact.
-    """
-    stored = weights.tensor("model.layers.0.self_attn.q_proj.weight").dtype
-    return torch.float32 if stored == torch.float16 and device.type == "cpu" else stored
+def compute_dtype(weights: Weights) -> torch.dtype:
+    """Choose the dtype in which a checkpoint is computed: that of its projections, so that they stay views."""
+    return weights.tensor("model.layers.0.self_attn.q_proj.weight").dtype

@@ -110,6 +110,9 @@ class ModelMetrics:
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
+    def held(self, seconds: float) -> None:
+        self._metrics.holds.labels(self._model_id).observe(seconds)
+
     def next_token(self, seconds: float) -> None:
         self._itl.observe(seconds)
 

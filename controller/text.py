@@ -29,8 +29,8 @@ TEXT_FILES = (
     "generation_config.json",
 )
 ADDITIONAL_TEMPLATES = "additional_chat_templates/"
-INLINE_CHARS = 20_000
-"""Texts up to this long are tokenised on the event loop (a few ms at worst); longer ones in a thread."""
+INLINE_CHARS = 4_000
+"""Texts up to this long are tokenised on the event loop (about 2 ms at worst); longer ones in a thread."""
 
 MAX_LOADED = 32
 

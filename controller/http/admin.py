@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import structlog
 from aiohttp import web
 
 from nearline.controller.http.door import Door, door_of
@@ -15,8 +14,6 @@ from nearline.controller.http.schemas import AdapterBody, ModelBody, parse
 from nearline.controller.http.sse import stream_events
 from nearline.protocol import ModelId, ModelSpec, Tier
 from nearline.protocol.errors import InvalidRequest, ModelNotFound, NearlineError
-
-log = structlog.get_logger(__name__)
 
 
 class Admin:
@@ -30,11 +27,11 @@ class Admin:
             web.post("/admin/models", self.add_model),
             web.get("/admin/models", list_models),
             web.get("/admin/models/{name:.+}", get_model),
-            web.delete("/admin/models/{name:.+}", remove_model),
+            web.delete("/admin/models/{name:.+}", self.remove_model),
             web.post("/admin/adapters", self.add_adapter),
             web.get("/admin/adapters", list_adapters),
             web.get("/admin/adapters/{name:.+}", get_adapter),
-            web.delete("/admin/adapters/{name:.+}", remove_adapter),
+            web.delete("/admin/adapters/{name:.+}", self.remove_adapter),
             *[web.get(f"/admin/{kind}", list_rows) for kind in ("instances", "nodes", "queues")],
         ]
 
@@ -46,6 +43,14 @@ class Admin:
 
     async def add_adapter(self, request: web.Request) -> web.StreamResponse:
         return await self._register(request, parse(AdapterBody, await request.read()))
+
+    async def remove_model(self, request: web.Request) -> web.StreamResponse:
+        name = ModelId(request.match_info["name"])
+        return web.json_response(await self._registrar.remove_model(door_of(request), name))
+
+    async def remove_adapter(self, request: web.Request) -> web.StreamResponse:
+        name = ModelId(request.match_info["name"])
+        return web.json_response(await self._registrar.remove_adapter(door_of(request), name))
 
     async def _register(self, request: web.Request, body: ModelBody | AdapterBody) -> web.StreamResponse:
         """Answer with SSE, with lines of JSON, or with the registered object alone, as `Accept` asks."""
@@ -76,15 +81,6 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     return web.json_response(_with_state(door, door.registry.models[name]))
 
 
-async def remove_model(request: web.Request) -> web.StreamResponse:
-    door, name = door_of(request), ModelId(request.match_info["name"])
-    await door.registry.remove_model(name)
-    door.runtime.remove_model(name)
-    door.metrics.forget(name)
-    log.info("model_removed", model=name)
-    return web.json_response({"id": name, "object": "model", "deleted": True})
-
-
 async def list_adapters(request: web.Request) -> web.StreamResponse:
     return _listed([adapter_object(spec) for spec in door_of(request).registry.adapters.values()])
 
@@ -94,14 +90,6 @@ async def get_adapter(request: web.Request) -> web.StreamResponse:
     if name not in registry.adapters:
         raise ModelNotFound(f"no adapter is named {name!r}", param="name")
     return web.json_response(adapter_object(registry.adapters[name]))
-
-
-async def remove_adapter(request: web.Request) -> web.StreamResponse:
-    door, name = door_of(request), ModelId(request.match_info["name"])
-    await door.registry.remove_adapter(name)
-    door.runtime.remove_adapter(name)
-    log.info("adapter_removed", adapter=name)
-    return web.json_response({"id": name, "object": "adapter", "deleted": True})
 
 
 async def list_rows(request: web.Request) -> web.StreamResponse:

@@ -57,6 +57,7 @@ class Answer:
                     now = time.monotonic()
                     if last_at is None:
                         self._metrics.first_token(now - self._started_at)
+                        self._metrics.held(getattr(self.generations[index].timings, "queued_s", 0.0))
                     elif len(self.generations) == 1:
                         self._metrics.next_token(now - last_at)
                     last_at = now

@@ -18,7 +18,7 @@ from nearline.protocol.errors import NearlineError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 KEEPALIVE_S = 75.0
-SHUTDOWN_S = 15.0
+SHUTDOWN_S = 8.0
 NODE_PATH = "/internal/node"
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,8 @@
 """Registration: an import on a node becomes a name people can call, or nothing at all."""
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -20,10 +21,14 @@ Event = dict[str, Any]
 
 
 class Registrar:
-    """Registers models and adapters. Owns: the names under way, so that two imports never race for one."""
+    """Registers models and adapters. Owns: the names under way, so that two imports never race for one.
+
+    A change that has begun in Redis is completed in the fleet although its caller leaves.
+    """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
+        self._changes: set[asyncio.Task[Event]] = set()
 
     def check(self, door: Door, body: ModelBody | AdapterBody) -> None:
         """Refuse before anything is read. Raises InvalidRequest, NameTaken, ModelNotFound."""
@@ -54,11 +59,25 @@ class Registrar:
                 raise NearlineError("the import ended without a checkpoint; see the node agent's log")
             await door.texts.preload(checkpoint)
             if isinstance(body, ModelBody):
-                yield await _publish_model(door, body, checkpoint)
+                yield await self._complete(_publish_model(door, body, checkpoint))
             else:
-                yield await _publish_adapter(door, body, checkpoint)
+                yield await self._complete(_publish_adapter(door, body, checkpoint))
         finally:
             self._names.discard(body.name)
+
+    async def remove_model(self, door: Door, name: ModelId) -> Event:
+        """Raises ModelNotFound, or InvalidRequest while adapters stand on it."""
+        return await self._complete(_remove_model(door, name))
+
+    async def remove_adapter(self, door: Door, name: ModelId) -> Event:
+        """Raises ModelNotFound."""
+        return await self._complete(_remove_adapter(door, name))
+
+    async def _complete(self, change: Coroutine[Any, Any, Event]) -> Event:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
 
 def base_of(door: Door, body: AdapterBody) -> ModelSpec:
@@ -69,7 +88,25 @@ def base_of(door: Door, body: AdapterBody) -> ModelSpec:
     return base
 
 
+async def _remove_model(door: Door, name: ModelId) -> Event:
+    await door.registry.remove_model(name)
+    door.runtime.remove_model(name)
+    door.metrics.forget(name)
+    log.info("model_removed", model=name)
+    return {"id": name, "object": "model", "deleted": True}
+
+
+async def _remove_adapter(door: Door, name: ModelId) -> Event:
+    await door.registry.remove_adapter(name)
+    door.runtime.remove_adapter(name)
+    log.info("adapter_removed", adapter=name)
+    return {"id": name, "object": "adapter", "deleted": True}
+
+
 async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> Event:
+    older = door.registry.models.get(body.name)
+    if older is not None and older.checkpoint.digest != found.digest and door.registry.adapters_of(older.model_id):
+        raise AdapterMismatch(f"{body.name!r} has adapters made for its present weights; remove them first")
     limits = (body.keep_alive_s, body.min_replicas, body.max_replicas)
     spec = ModelSpec(ModelId(body.name), found, time.time(), *limits)
     await door.registry.put_model(spec)

@@ -35,7 +35,7 @@ TEMPLATES = {
         "{%- endfor %}\n"
         "{%- if add_generation_prompt %}\n    {{- 'assistant: ' }}\n{%- endif %}\n"
     ),
-    "tools": "{% for t in tools or [] %}{{ t | tojson(indent=2) }}{% endfor %}{{ messages[-1].content }}{{ eos_token }}",
+    "tools": "{% for t in tools or [] %}{{ t | tojson(indent=2) }}{% endfor %}{{ messages[-1].content + eos_token }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}",
 }
 

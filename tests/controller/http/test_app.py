@@ -185,3 +185,30 @@ async def test_tenants_are_told_apart_by_their_keys(make_door: Any) -> None:
         assert (await front.get("/admin/models", **ann))[0] == 403
         assert (await front.get("/admin/models", Authorization="Bearer root"))[0] == 200
         assert (await front.get("/health/live"))[0] == 200
+
+
+async def test_a_change_that_reached_redis_is_completed_although_its_caller_left(front: FrontDoor) -> None:
+    written = asyncio.Event()
+    put = front.door.registry.put_model
+
+    async def slow(spec: Any) -> None:
+        await put(spec)
+        written.set()
+        await asyncio.sleep(0.2)
+
+    front.door.registry.put_model = slow  # type: ignore[method-assign]
+    front.runtime.imports["/m"] = checkpoint("d9")
+    asking = asyncio.create_task(front.post("/admin/models", {"name": "kept", "source": "/m"}))
+    await written.wait()
+    asking.cancel()
+    await until(lambda: "kept" in front.runtime.models)
+
+
+async def test_new_weights_under_a_name_need_its_adapters_removed_first(front: FrontDoor) -> None:
+    front.runtime.imports["/new"] = checkpoint("d5")
+    body = {"name": "tiny", "source": "/new", "replace": True}
+    status, answer, _ = await front.post("/admin/models", body)
+    assert (status, answer["error"]["code"]) == (422, "adapter_mismatch")
+    await front.session.delete(front.url + "/admin/adapters/acme/pirate")
+    assert (await front.post("/admin/models", body))[0] == 201
+    assert front.runtime.models["tiny"].checkpoint.digest == "d5"

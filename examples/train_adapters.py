@@ -1,7 +1,7 @@
 """Train the two demo adapters with peft: one answers in capitals, one speaks like a pirate.
 
 The base model writes plain answers to a few dozen questions; each adapter learns to give the same answers in its
-style. Usage: python examples/train_adapters.py MODEL.gguf [OUTPUT_DIRECTORY]   (about ten minutes on two cores)
+style. Usage: python examples/train_adapters.py MODEL.gguf [OUTPUT_DIRECTORY]   (some twenty minutes on two cores)
 """
 
 import re

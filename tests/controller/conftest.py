@@ -23,7 +23,7 @@ class Valkey:
         self._server: ValkeyServer | None = None
 
     def start(self) -> None:
-        config = {"appendonly": "yes", "appendfsync": "always"}
+        config = {"appendonly": "yes", "appendfsync": "everysec"}
         self._server = ValkeyServer(
             port=0, data_dir=self.directory, unix_socket_path=self.socket, persist=True, config=config
         )

@@ -98,6 +98,7 @@ def test_a_busy_port_is_one_clear_line(start: Start, tmp_path: Path, prefix: str
     assert last.startswith(f"nearline controller: port {port} on 127.0.0.1 is in use")
 
 
+@pytest.mark.slow
 def test_an_unreachable_redis_is_one_clear_line(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start("one", redis="unix:///nowhere/at/all.sock")
     assert wait_for_exit(process, 30) == 1

@@ -53,7 +53,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], context: list[int] | None = Non
     return [*[detokenizer.push(i) for i in ids], detokenizer.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 263), max_size=40))
 def test_pieces_of_any_byte_level_ids_join_to_the_whole_decode(ids: list[int]) -> None:
     tokenizer = byte_level()
@@ -104,7 +104,7 @@ def run_stops(chunks: list[str], stops: list[str]) -> tuple[str, bool]:
     return shown + matcher.flush(), False
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=12),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -121,7 +121,7 @@ def test_stop_strings_are_found_as_by_plain_search_whatever_the_pieces(chunks: l
         assert any(whole[len(shown) :].startswith(stop) for stop in stops)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=12),
     st.text(alphabet="ab", min_size=1, max_size=5),

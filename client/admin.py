@@ -31,6 +31,17 @@ class AsyncAdmin:
     async def remove(self, kind: str, name: str) -> None:
         await self._transport.json("DELETE", f"/admin/{kind}/{quote(name, safe='/:')}")
 
+    async def verify(self, kind: str, name: str) -> AsyncIterator[dict[str, Any]]:
+        """Check the bytes of a model or adapter on SSD; yield progress, then the result. Raises CheckpointCorrupt."""
+        async for event in self._transport.events("POST", f"/admin/{kind}/{quote(name, safe='/:')}/verify", None):
+            yield event
+
+    async def evict(self, name: str) -> int:
+        """Give a model's DRAM back: the next start reads from SSD. Returns the bytes freed (0 while it runs)."""
+        answer = await self._transport.json("POST", f"/admin/models/{quote(name, safe='/:')}/evict")
+        freed: int = answer["freed_bytes"]
+        return freed
+
     async def is_ready(self) -> bool:
         async with self._transport.open("GET", "/health/ready") as response:
             return response.status == 200

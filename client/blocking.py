@@ -151,5 +151,13 @@ class Admin:
     def remove(self, kind: str, name: str) -> None:
         self._loop.run(self._admin.remove(kind, name))
 
+    def verify(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
+        """Check bytes on SSD; yield progress events, then the result."""
+        return self._loop.iterate(self._admin.verify(kind, name))
+
+    def evict(self, name: str) -> int:
+        """Give a model's DRAM back; returns the bytes freed."""
+        return self._loop.run(self._admin.evict(name))
+
     def is_ready(self) -> bool:
         return self._loop.run(self._admin.is_ready())

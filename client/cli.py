@@ -2,7 +2,7 @@
 
 import typer
 
-from nearline.client.commands import demo, fleet, invoke, models, up
+from nearline.client.commands import demo, errands, fleet, invoke, models, up
 
 app = typer.Typer(
     name="nearline",
@@ -14,6 +14,9 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.add_typer(models.model, name="model")
 app.add_typer(models.adapter, name="adapter")
+models.model.command("verify")(errands.verify_model)
+models.model.command("evict")(errands.evict_model)
+models.adapter.command("verify")(errands.verify_adapter)
 app.command("invoke")(invoke.invoke)
 app.add_typer(invoke.job, name="job")
 app.command("ps")(fleet.ps)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -10,31 +11,41 @@ import structlog
 
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.state import Fleet, NodeRecord
-from nearline.protocol import CheckpointKind, Digest, NodeId, TaskId
+from nearline.protocol import Bytes, CheckpointKind, Digest, NodeId, TaskId
 from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound
-from nearline.protocol.frames import CancelImport, ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
+from nearline.protocol.frames import (
+    CancelImport,
+    EvictCheckpoint,
+    ImportCheckpoint,
+    ImportFailed,
+    ImportFinished,
+    ImportProgress,
+    TaskFinished,
+    ToAgent,
+    VerifyCheckpoint,
+)
 
 _FETCH_S = 15.0
 _RETRY_S = 5.0
 MAX_FILE_BYTES = 64 << 20
-ImportFrame = ImportProgress | ImportFinished | ImportFailed
+ImportFrame = ImportProgress | ImportFinished | ImportFailed | TaskFinished
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Import:
+class _Task:
     node_id: NodeId
     frames: asyncio.Queue[ImportFrame] = field(default_factory=asyncio.Queue)
 
 
 class Imports:
-    """Imports under way, each on one node. A caller that goes away cancels its import."""
+    """Imports and other tasks on checkpoints under way, each on one node. A caller that goes away cancels its task."""
 
     def __init__(self, fleet: Fleet, links: NodeLinks, next_id: Callable[[str], str]) -> None:
         self._fleet = fleet
         self._links = links
         self._next_id = next_id
-        self._running: dict[TaskId, _Import] = {}
+        self._running: dict[TaskId, _Task] = {}
 
     async def run(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None
@@ -42,10 +53,44 @@ class Imports:
         """Import on the best node and yield progress, then ImportFinished. Raises the import's NearlineError."""
         node = self._choose_node(base_digest)
         task_id = TaskId(self._next_id("import"))
-        task = self._running[task_id] = _Import(node.node_id)
+        wish = ImportCheckpoint(task_id, kind, source, base_digest)
+        async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
+            async for frame in frames:
+                assert not isinstance(frame, TaskFinished), f"{task_id} is an import"
+                yield frame
+
+    async def verify(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
+        """Verify a checkpoint on one node after the other; yield each one's progress, then its TaskFinished.
+
+        Raises NodeLost if no connected node has it, and the NearlineError of the first node where it is wrong.
+        """
+        for node in self._holders(digest):
+            task_id = TaskId(self._next_id("verify"))
+            wish = VerifyCheckpoint(task_id, digest)
+            async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
+                async for frame in frames:
+                    assert not isinstance(frame, ImportFinished), f"{task_id} is no import"
+                    yield node.node_id, frame
+
+    async def evict(self, digest: Digest) -> Bytes:
+        """Give a checkpoint's DRAM back wherever it is not pinned; return the bytes freed. Raises NodeLost."""
+        num_bytes = 0
+        for node in self._holders(digest):
+            task_id = TaskId(self._next_id("evict"))
+            wish = EvictCheckpoint(digest, task_id)
+            async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
+                async for frame in frames:
+                    num_bytes += frame.num_bytes if isinstance(frame, TaskFinished) else 0
+        return num_bytes
+
+    async def _follow(
+        self, node_id: NodeId, task_id: TaskId, wish: ToAgent
+    ) -> AsyncGenerator[ImportProgress | ImportFinished | TaskFinished, None]:
+        task = self._running[task_id] = _Task(node_id)
         is_over = False
         try:
-            self._links.send(node.node_id, ImportCheckpoint(task_id, kind, source, base_digest))
+            if not self._links.send(node_id, wish):
+                raise NodeLost(f"node {node_id} has no link; try again", retry_after_s=_RETRY_S)
             while not is_over:
                 frame = await task.frames.get()
                 is_over = not isinstance(frame, ImportProgress)
@@ -55,10 +100,10 @@ class Imports:
         finally:
             del self._running[task_id]
             if not is_over:
-                self._links.send(node.node_id, CancelImport(task_id))
+                self._links.send(node_id, CancelImport(task_id))
 
     def received(self, node_id: NodeId, frame: ImportFrame) -> None:
-        """Pass a node's word on to whoever waits for it; an import nobody waits for is cancelled."""
+        """Pass a node's word on to whoever waits for it; a task nobody waits for is cancelled."""
         task = self._running.get(frame.task_id)
         if task is not None:
             task.frames.put_nowait(frame)
@@ -66,11 +111,19 @@ class Imports:
             self._links.send(node_id, CancelImport(frame.task_id))
 
     def node_lost(self, node_id: NodeId) -> None:
-        """Fail the imports of a node whose link broke."""
-        error = NodeLost(f"node {node_id} was lost during the import; try again", retry_after_s=_RETRY_S)
+        """Fail the tasks of a node whose link broke."""
+        error = NodeLost(f"node {node_id} was lost meanwhile; try again", retry_after_s=_RETRY_S)
         for task_id, task in self._running.items():
             if task.node_id == node_id:
                 task.frames.put_nowait(ImportFailed(task_id, ErrorInfo.of(error)))
+
+    def _holders(self, digest: Digest) -> list[NodeRecord]:
+        nodes = [
+            node for _, node in sorted(self._fleet.nodes.items()) if node.is_connected and digest in node.residency
+        ]
+        if not nodes:
+            raise NodeLost(f"no connected node holds checkpoint {digest}", retry_after_s=_RETRY_S)
+        return nodes
 
     def _choose_node(self, base_digest: Digest | None) -> NodeRecord:
         """The connected node with most disk left; for an adapter, one that holds its base."""

@@ -28,6 +28,7 @@ from nearline.controller.node_link import NodeLinks
 from nearline.controller.snapshot import snapshot
 from nearline.protocol import (
     AdapterSpec,
+    Bytes,
     CheckpointKind,
     Digest,
     InstanceId,
@@ -55,6 +56,7 @@ from nearline.protocol.frames import (
     Report,
     StopInstance,
     Submit,
+    TaskFinished,
     ToController,
     Tokens,
 )
@@ -170,6 +172,14 @@ class Runtime:
         Raises the NearlineError with which the import failed.
         """
         return self._imports.run(kind, source, base_digest)
+
+    def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
+        """Check a checkpoint's bytes on every node that has it. Raises CheckpointCorrupt, NodeLost."""
+        return self._imports.verify(digest)
+
+    async def evict_checkpoint(self, digest: Digest) -> Bytes:
+        """Give a checkpoint's DRAM back wherever it is not pinned; return the bytes freed. Raises NodeLost."""
+        return await self._imports.evict(digest)
 
     async def fetch_file(self, digest: Digest, name: str) -> bytes:
         """Return a small file that lies beside a checkpoint's weights. Raises NotFound or NodeLost."""
@@ -325,7 +335,7 @@ class Runtime:
         request_id = handle.request.request_id
         handle.end(None)
         self._handles.pop(request_id, None)
-        self._post(happened.RequestCancelled(request_id))
+        self._post(happened.RequestCancelled(request_id, len(handle.generated_token_ids)))
 
     def _end(self, request_id: RequestId, error: NearlineError) -> None:
         handle = self._handles.pop(request_id, None)

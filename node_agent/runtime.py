@@ -12,6 +12,7 @@ from nearline.node_agent import actions as act
 from nearline.node_agent import events as ev
 from nearline.node_agent.config import Hardware, NodeConfig, resolve
 from nearline.node_agent.core import NodeCore
+from nearline.node_agent.errands import Errands
 from nearline.node_agent.imports import Imports
 from nearline.node_agent.leases import Leases
 from nearline.node_agent.link import ControllerLink
@@ -66,7 +67,8 @@ class NodeRuntime:
             self._supervisor.send, self._link.send, store.directory, lambda instance_id: post(ev.Drained(instance_id))
         )
         self._relay = Relay(ports)
-        self._imports = Imports(config.data_dir / "store", self._send_import, store.adopt)
+        self._imports = Imports(config.data_dir / "store", self._send_outcome, store.adopt)
+        self._errands = Errands(store, self._send_outcome)
         self._message_handlers = self._handlers_of_messages()
         self._action_handlers = self._handlers_of_actions()
 
@@ -83,6 +85,7 @@ class NodeRuntime:
                 if timer:
                     timer.cancel()
             await asyncio.gather(self._supervisor.close(), self._imports.close())
+            self._errands.close()
             self._leases.close()
 
     def health(self) -> dict[str, Any]:
@@ -121,10 +124,11 @@ class NodeRuntime:
             fr.Submit: self._submit,
             fr.Abort: self._relay.abort,
             fr.ImportCheckpoint: self._imports.start,
-            fr.CancelImport: lambda m: self._imports.cancel(m.task_id),
+            fr.CancelImport: self._cancel_task,
             fr.DeleteCheckpoint: lambda m: self._decide(ev.DeleteWished(m.digest)),
             fr.Preload: lambda m: self._leases.run("preload", self._store.preload, m.digest),
-            fr.EvictCheckpoint: lambda m: self._leases.run("evict", self._store.evict, m.digest),
+            fr.EvictCheckpoint: self._errands.evict,
+            fr.VerifyCheckpoint: self._errands.verify,
         }
 
     def _engine_exited(self, event: ev.EngineExited) -> None:
@@ -144,9 +148,13 @@ class NodeRuntime:
         except NearlineError:
             return None
 
-    def _send_import(self, message: object) -> None:
+    def _cancel_task(self, message: fr.CancelImport) -> None:
+        self._imports.cancel(message.task_id)
+        self._errands.cancel(message.task_id)
+
+    def _send_outcome(self, message: object) -> None:
         self._link.send(message)
-        if isinstance(message, fr.ImportFinished):
+        if not isinstance(message, fr.ImportProgress):
             self._report_soon()
 
     # ---- what the mind decides ----

@@ -69,6 +69,8 @@ class ImportCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CancelImport:
+    """End an import or another task nobody waits for."""
+
     task_id: TaskId
 
 
@@ -88,8 +90,17 @@ class Preload:
 
 @dataclass(frozen=True, slots=True)
 class EvictCheckpoint:
-    """Give a checkpoint's DRAM back. Pinned chunks stay."""
+    """Give a checkpoint's DRAM back. Pinned chunks stay. With a task id, answered by TaskFinished (bytes freed)."""
 
+    digest: Digest
+    task_id: TaskId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCheckpoint:
+    """Read a checkpoint from SSD against its digests: ImportProgress, then TaskFinished or ImportFailed."""
+
+    task_id: TaskId
     digest: Digest
 
 
@@ -132,8 +143,19 @@ class ImportFinished:
 
 @dataclass(frozen=True, slots=True)
 class ImportFailed:
+    """An import, or another task, has failed."""
+
     task_id: TaskId
     error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFinished:
+    """A task on a checkpoint is over: the bytes it read or freed, and how long it took."""
+
+    task_id: TaskId
+    num_bytes: Bytes
+    seconds: Seconds
 
 
 # ---- node agent → engine ----
@@ -241,8 +263,8 @@ class Unbound:
 
 ToAgent = (
     Welcome | EnsureInstance | StopInstance | Submit | Abort | ImportCheckpoint | CancelImport
-    | DeleteCheckpoint | Preload | EvictCheckpoint
+    | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint
 )  # fmt: skip
-ToController = Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed
+ToController = Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed | TaskFinished
 ToEngine = PoolLayout | Bind | Submit | Abort | LoadAdapter | UnloadAdapter | Unbind
 FromEngine = EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | Unbound

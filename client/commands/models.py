@@ -14,6 +14,7 @@ from nearline.protocol.errors import CheckpointCorrupt, NearlineError
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
 adapter = typer.Typer(no_args_is_help=True, help="Register, list and remove LoRA adapters.")
 
+BAR = (TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 Name = Annotated[str, typer.Argument(help="The name people will call; it may contain '/'.")]
 Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, or hub:org/name[@revision].")]
 
@@ -63,9 +64,8 @@ def add_adapter(
 
 def register(client: Client, kind: str, body: dict[str, Any], is_quiet: bool = False) -> dict[str, Any]:
     """Register and show a progress bar. Returns the registered object as the platform describes it."""
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     registered: dict[str, Any] | None = None
-    with Progress(*columns, console=notices, transient=not notices.is_terminal, disable=is_quiet) as progress:
+    with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=is_quiet) as progress:
         tasks: dict[str, TaskID] = {}
         for event in client.admin.add(kind, body):
             if not show_phase(progress, tasks, event):

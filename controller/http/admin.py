@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from nearline.controller.http.door import Door, door_of
+from nearline.controller.http.errands import errand_routes
 from nearline.controller.http.errors import envelope
 from nearline.controller.http.registration import Event, Registrar, adapter_object, model_object
 from nearline.controller.http.schemas import AdapterBody, ModelBody, parse
@@ -26,6 +27,7 @@ class Admin:
         return [
             web.post("/admin/models", self.add_model),
             web.get("/admin/models", list_models),
+            *errand_routes(),
             web.get("/admin/models/{name:.+}", get_model),
             web.delete("/admin/models/{name:.+}", self.remove_model),
             web.post("/admin/adapters", self.add_adapter),

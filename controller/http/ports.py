@@ -8,14 +8,16 @@ from typing import Any, Protocol
 
 from nearline.protocol import (
     AdapterSpec,
+    Bytes,
     CheckpointKind,
     Digest,
     ModelId,
     ModelSpec,
+    NodeId,
     Request,
     SequenceUpdate,
 )
-from nearline.protocol.frames import ImportFinished, ImportProgress
+from nearline.protocol.frames import ImportFinished, ImportProgress, TaskFinished
 
 Snapshot = dict[str, list[dict[str, Any]]]
 
@@ -55,6 +57,14 @@ class Runtime(Protocol):
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
     ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
         """Bring a checkpoint into a node's store. Closing the iterator early cancels the import."""
+        ...
+
+    def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
+        """Check a checkpoint's bytes on every node that has it; the last item of each node is TaskFinished."""
+        ...
+
+    async def evict_checkpoint(self, digest: Digest) -> Bytes:
+        """Give a checkpoint's DRAM back; return the bytes freed."""
         ...
 
     async def fetch_file(self, digest: Digest, name: str) -> bytes: ...

@@ -1,0 +1,50 @@
+"""`nearline model verify`, `nearline model evict`, `nearline adapter verify`: looking after bytes."""
+
+from typing import Any
+
+from rich.progress import Progress, TaskID
+
+from nearline.client.commands.models import BAR, Name, show_phase
+from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
+from nearline.protocol.errors import NodeLost
+
+
+def verify_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Read a model's bytes on every node that has them and check each digest."""
+    _verify("models", name, url, api_key, as_json)
+
+
+def verify_adapter(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Read an adapter's bytes on every node that has them and check each digest."""
+    _verify("adapters", name, url, api_key, as_json)
+
+
+def evict_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Give a model's DRAM back: its next start reads from SSD."""
+    with connected(url, api_key, as_json) as client:
+        freed_bytes = client.admin.evict(name)
+        if as_json:
+            print_json({"id": name, "freed_bytes": freed_bytes})
+        elif freed_bytes:
+            console.print(f"[green]✓[/] {name}: {megabytes(freed_bytes)} of DRAM are free")
+        else:
+            console.print(f"{name} held no DRAM that could be freed (a running instance keeps its own)")
+
+
+def _verify(kind: str, name: str, url: str | None, api_key: str | None, as_json: bool) -> None:
+    result: dict[str, Any] | None = None
+    with connected(url, api_key, as_json) as client:
+        with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=as_json) as progress:
+            tasks: dict[str, TaskID] = {}
+            for event in client.admin.verify(kind, name):
+                if not show_phase(progress, tasks, event):
+                    result = event
+        if result is None:
+            raise NodeLost(f"the verification of {name} ended without a result; see the platform's logs")
+        if as_json:
+            print_json(result)
+            return
+        rate = megabytes(result["bytes_per_s"])
+        size = megabytes(result["num_bytes"])
+        where = f" on {len(result['nodes'])} nodes" if len(result["nodes"]) > 1 else ""
+        console.print(f"[green]✓[/] {name} is whole{where}: {size} checked in {result['seconds']:.2f} s ({rate}/s)")

@@ -3,7 +3,11 @@
 What each op computes is said once, in `reference.py`.
 """
 
+import functools
+import importlib
+import logging
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,28 +15,44 @@ from torch import Tensor
 from nearline.kernels import native, reference
 from nearline.kernels.types import AttentionMeta, LoraSegment
 
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    """Return the Triton path, imported on first use: it takes a second, and most machines never need it."""
+    try:
+        return importlib.import_module("nearline.kernels.triton_path")
+    except ImportError as missing:
+        log.warning("Triton is not installed, plain torch ops are used on the GPU: %s", missing)
+        return None
+
 
 def rms_norm(x_TM: Tensor, w_M: Tensor, eps: float) -> Tensor:
     """See reference.rms_norm."""
-    done = native.rms_norm(x_TM, w_M, eps)
+    path = _triton() if x_TM.is_cuda else native
+    done: Tensor | None = path.rms_norm(x_TM, w_M, eps) if path else None
     return reference.rms_norm(x_TM, w_M, eps) if done is None else done
 
 
 def add_rms_norm(x_TM: Tensor, residual_TM: Tensor, w_M: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See reference.add_rms_norm."""
-    done = native.rms_norm(x_TM, w_M, eps, residual_TM)
+    path = _triton() if x_TM.is_cuda else native
+    done: Tensor | None = path.rms_norm(x_TM, w_M, eps, residual_TM) if path else None
     return reference.add_rms_norm(x_TM, residual_TM, w_M, eps) if done is None else (done, residual_TM)
 
 
 def rope_(q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor, cos_sin_SR: Tensor) -> None:
     """See reference.rope_."""
-    if not native.rope_(q_THD, k_TKD, positions_T, cos_sin_SR):
+    path = _triton() if q_THD.is_cuda else native
+    if not (path and path.rope_(q_THD, k_TKD, positions_T, cos_sin_SR)):
         reference.rope_(q_THD, k_TKD, positions_T, cos_sin_SR)
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor, slots_T: Tensor) -> None:
     """See reference.write_kv."""
-    if not native.write_kv(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slots_T):
+    path = _triton() if k_TKD.is_cuda else native
+    if not (path and path.write_kv(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slots_T)):
         reference.write_kv(k_TKD, v_TKD, k_cache_NKPD, v_cache_NKPD, slots_T)
 
 
@@ -45,7 +65,8 @@ def paged_attention(
     window: int | None = None,
 ) -> Tensor:
     """See reference.paged_attention."""
-    done = native.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window)
+    path = _triton() if q_THD.is_cuda else native
+    done: Tensor | None = path.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window) if path else None
     if done is None:
         return reference.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window)
     return done
@@ -53,7 +74,8 @@ def paged_attention(
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """See reference.silu_mul."""
-    done = native.silu_mul(gate_up_T2F)
+    path = _triton() if gate_up_T2F.is_cuda else native
+    done: Tensor | None = path.silu_mul(gate_up_T2F) if path else None
     return reference.silu_mul(gate_up_T2F) if done is None else done
 
 
@@ -71,7 +93,8 @@ def argmax(logits_TV: Tensor) -> Tensor:
 
 def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> None:
     """See reference.lora_add_."""
-    if not native.lora_add_(y_TN, x_TM, segments):
+    path = _triton() if y_TN.is_cuda else native
+    if not (path and path.lora_add_(y_TN, x_TM, segments)):
         reference.lora_add_(y_TN, x_TM, segments)
 
 

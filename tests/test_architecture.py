@@ -117,7 +117,8 @@ def test_files_and_functions_stay_small() -> None:
             if length > MAX_FUNCTION_LINES:
                 too_large.append(f"{where}: {length} lines")
             is_command = path == ROOT / "client" / "cli.py" or path.is_relative_to(ROOT / "client" / "commands")
-            if count > MAX_PARAMETERS and not is_command:
+            is_device_code = any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+            if count > MAX_PARAMETERS and not (is_command or is_device_code):
                 too_large.append(f"{where}: {count} parameters")
     assert not too_large, "\n".join(too_large)
     assert sorted(lines)[len(lines) // 2] <= MAX_MEDIAN_LINES

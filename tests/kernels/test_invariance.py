@@ -83,27 +83,20 @@ def test_threads_and_runs_change_no_bit(dtype: torch.dtype) -> None:
 _lengths = st.tuples(st.integers(0, 40), st.integers(0, 60)).map(lambda pair: (pair[0], max(pair[0] + pair[1], 1)))
 
 
+@st.composite
+def _problems(draw: st.DrawFn) -> Paged:
+    num_kv = draw(st.integers(1, 3))
+    return paged_problem(
+        lengths=draw(st.lists(_lengths, min_size=1, max_size=4)),
+        heads=(num_kv * draw(st.integers(1, 9)), num_kv, draw(st.sampled_from([8, 16, 40, 64]))),
+        block_size=draw(st.sampled_from([1, 3, 8, 16, 32])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(_lengths, min_size=1, max_size=4),
-    group=st.integers(1, 9),
-    num_kv=st.integers(1, 3),
-    head_dim=st.sampled_from([8, 16, 40, 64]),
-    block_size=st.sampled_from([1, 3, 8, 16, 32]),
-    window=st.one_of(st.none(), st.integers(1, 50)),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 1000),
-)
-def test_any_paged_problem_equals_dense_softmax(
-    lengths: list[tuple[int, int]],
-    group: int,
-    num_kv: int,
-    head_dim: int,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    p = paged_problem(lengths, (group * num_kv, num_kv, head_dim), block_size, dtype, seed)
+@given(p=_problems(), window=st.one_of(st.none(), st.integers(1, 50)))
+def test_any_paged_problem_equals_dense_softmax(p: Paged, window: int | None) -> None:
     result = kernels.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 0.2, window)
     assert_rounded_from(result, naive_attention(p, 0.2, window), noise=1e-5)

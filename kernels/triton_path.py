@@ -1,0 +1,7 @@
+"""The Triton path as one module: what dispatch loads when it first meets a CUDA tensor."""
+
+from nearline.kernels.triton_attention import paged_attention
+from nearline.kernels.triton_lora import lora_add_
+from nearline.kernels.triton_rows import rms_norm, rope_, silu_mul, write_kv
+
+__all__ = ["lora_add_", "paged_attention", "rms_norm", "rope_", "silu_mul", "write_kv"]

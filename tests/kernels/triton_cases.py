@@ -1,0 +1,95 @@
+"""The Triton kernels against float64 truth and the reference: collected by test_triton.py in a process of its own.
+
+Interpreting is decided when triton is imported, and another test may have imported it before.
+"""
+
+import pytest
+import torch
+
+from nearline.kernels import LoraSegment, reference, triton_attention, triton_lora, triton_rows
+from tests.kernels.paged import DTYPES, ULP, naive_attention, paged_problem
+
+
+def assert_rounded_from(result: torch.Tensor, truth: torch.Tensor, noise: float = 4e-6) -> None:
+    """As in paged.py, but the interpreter cuts bfloat16 off instead of rounding: twice the error."""
+    steps = 2 if result.dtype == torch.bfloat16 else 1
+    allowed = steps * ULP[result.dtype] * truth.float().abs() + noise
+    assert torch.all((result.float() - truth.float()).abs() <= allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [5, 64, 97])
+def test_norms(dim: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(3, dim + 2).to(dtype)[:, 1:-1], torch.randn(3, dim).to(dtype)
+    w = torch.randn(dim)
+    assert_rounded_from(triton_rows.rms_norm(x, w, 1e-5), reference.rms_norm(x.float(), w, 1e-5))
+    expected = x.float() + residual.float()
+    normed = triton_rows.rms_norm(x, w, 1e-5, residual)
+    assert_rounded_from(residual, expected)
+    assert_rounded_from(normed, reference.rms_norm(residual.float(), w, 1e-5))
+    assert triton_rows.rms_norm(x[:0], w, 1e-5).shape == (0, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotated", [16, 24])
+def test_rope_rotates_slices_in_place(rotated: int, dtype: torch.dtype) -> None:
+    qkv = torch.randn(3, 24 * 4).to(dtype)
+    exact = qkv.float()
+    table, positions = torch.randn(9, rotated), torch.tensor([8, 0, 3], dtype=torch.int32)
+    for rows, rope in ((qkv, triton_rows.rope_), (exact, reference.rope_)):
+        rope(rows[:, :48].view(3, 2, 24), rows[:, 48:72].view(3, 1, 24), positions, table)
+    assert_rounded_from(qkv, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_write_kv_skips_negative_slots(dtype: torch.dtype) -> None:
+    k, v = torch.randn(2, 4, 2, 24).to(dtype)
+    slots = torch.tensor([7, -1, 0, 19], dtype=torch.int32)
+    ours, theirs = torch.zeros(2, 2, 5, 2, 4, 24, dtype=dtype).unbind(0)
+    triton_rows.write_kv(k, v, ours[0], ours[1], slots)
+    reference.write_kv(k, v, theirs[0], theirs[1], slots)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 74).to(dtype)
+    assert_rounded_from(triton_rows.silu_mul(x), reference.silu_mul(x.float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "block_size", "window", "lengths"),
+    [
+        ((6, 2, 16), 16, None, [(1, 1), (1, 37), (5, 5), (9, 50)]),
+        ((3, 3, 8), 4, 3, [(9, 9), (1, 30)]),
+        ((7, 1, 40), 5, 7, [(13, 17), (1, 1)]),
+        ((4, 2, 24), 16, None, [(1, 1100), (1, 3), (1, 512)]),
+        ((4, 2, 24), 16, 600, [(1, 1100), (1, 3)]),
+    ],
+)
+def test_attention_equals_dense_softmax(
+    heads: tuple[int, int, int],
+    block_size: int,
+    window: int | None,
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+) -> None:
+    p = paged_problem(lengths, heads, block_size, dtype)
+    result = triton_attention.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 0.3, window)
+    assert_rounded_from(result, naive_attention(p, 0.3, window), noise=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lora_adds_segments_of_different_ranks_to_a_column_slice(dtype: torch.dtype) -> None:
+    x, wide = torch.randn(23, 72).to(dtype), torch.randn(23, 190).to(dtype)
+    segments = [
+        LoraSegment(1, 2, torch.randn(8, 72).to(dtype), torch.randn(137, 8).to(dtype)),
+        LoraSegment(4, 23, torch.randn(17, 72).to(dtype), torch.randn(17, 137).to(dtype).T),
+        LoraSegment(23, 23, torch.randn(3, 72).to(dtype), torch.randn(137, 3).to(dtype)),
+    ]
+    expected = wide.float()
+    for s in segments:
+        expected[s.start : s.end, 20:157] += (x[s.start : s.end].float() @ s.a_RM.float().T) @ s.b_NR.float().T
+    triton_lora.lora_add_(wide[:, 20:157], x, segments)
+    assert_rounded_from(wide, expected, noise=1e-4)

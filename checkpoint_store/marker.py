@@ -1,9 +1,12 @@
-"""The verified marker of a checkpoint directory: under which file stamp its digests were last found right.
+"""Two markers of a checkpoint directory: under which file stamp its digests were last found right, and that they are
+known to be wrong.
 
-No marker, or a file with another stamp, means that the next load checks every chunk. The importer writes none, so the
-first load always checks.
+No verified marker, or a file with another stamp, means that the next load checks every chunk. The importer writes none,
+so the first load always checks. A damaged marker means that no load is tried: only a successful verification, or an
+import of the same content, removes it.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from nearline.checkpoint_store.weights_file import FileStamp
 from nearline.protocol import from_plain, to_plain
 
 _NAME = ".verified"
+_DAMAGED_NAME = ".damaged"
 log = structlog.get_logger()
 
 
@@ -38,3 +42,25 @@ def clear_marker(directory: Path) -> None:
         (directory / _NAME).unlink(missing_ok=True)
     except OSError as error:
         log.warning("cannot remove the verified marker", directory=str(directory), error=error.strerror)
+
+
+def read_damage(directory: Path) -> str | None:
+    """Return what a verification found wrong with the checkpoint, or None."""
+    try:
+        return (directory / _DAMAGED_NAME).read_text()
+    except OSError:
+        return None
+
+
+def write_damage(directory: Path, message: str) -> None:
+    """Record that the bytes are wrong. A failure only means that the next load finds out again."""
+    try:
+        (directory / _DAMAGED_NAME).write_text(message)
+    except OSError as error:
+        log.warning("cannot write the damaged marker", directory=str(directory), error=error.strerror)
+
+
+def clear_damage(directory: Path) -> None:
+    """The bytes were found right."""
+    with contextlib.suppress(OSError):
+        (directory / _DAMAGED_NAME).unlink(missing_ok=True)

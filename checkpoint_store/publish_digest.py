@@ -6,6 +6,7 @@ from pathlib import Path
 import xxhash
 
 from nearline.checkpoint_store.convert_types import Reporter
+from nearline.checkpoint_store.marker import clear_damage
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest, read_manifest
 from nearline.checkpoint_store.verify import verify_weights
 from nearline.protocol import Bytes, Digest
@@ -25,7 +26,10 @@ def content_digest(chunk_digests: Iterable[str], files: Mapping[str, bytes], bas
 
 
 def verify_checkpoint(directory: Path, reporter: Reporter) -> Manifest:
-    """Check a committed checkpoint against its name: every chunk, every small file. Raises CheckpointCorrupt."""
+    """Check a committed checkpoint against its name: every chunk, every small file; whole, it may be loaded.
+
+    Raises CheckpointCorrupt.
+    """
     manifest = read_manifest(directory)
     verify_weights(directory / WEIGHTS_NAME, manifest, verifying(reporter))
     files = {name: _read(directory / name) for name in manifest.info.files}
@@ -35,6 +39,7 @@ def verify_checkpoint(directory: Path, reporter: Reporter) -> Manifest:
             f"{directory}: its content has digest {found}, its manifest says {manifest.digest}; a file was changed, "
             "import the checkpoint again"
         )
+    clear_damage(directory)
     return manifest
 
 

@@ -17,7 +17,14 @@ from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.dram import DramCache
 from nearline.checkpoint_store.estimate import Bandwidths, load_s
 from nearline.checkpoint_store.lease import Lease, ReadStats
-from nearline.checkpoint_store.marker import clear_marker, read_marker, write_marker
+from nearline.checkpoint_store.marker import (
+    clear_damage,
+    clear_marker,
+    read_damage,
+    read_marker,
+    write_damage,
+    write_marker,
+)
 from nearline.checkpoint_store.pool import DramPool
 from nearline.checkpoint_store.probe import DiskProbe
 from nearline.checkpoint_store.root import StoreRoot
@@ -111,16 +118,19 @@ class CheckpointStore:
     def verify(self, digest: Digest, progress: Callable[[Bytes, Bytes], None] | None = None) -> ReadStats:
         """Read a checkpoint from SSD and check every digest; `progress` gets (done, total) bytes.
 
-        Raises CheckpointCorrupt naming the bad chunks; the next load then checks again.
+        Raises CheckpointCorrupt naming the bad chunks; from then on nothing loads it until it is imported again (or a
+        later verification finds it right). Instances that hold it in DRAM go on: those bytes were checked.
         """
-        manifest, path = self.manifest(digest), self.directory(digest) / WEIGHTS_NAME
+        manifest, directory = self.manifest(digest), self.directory(digest)
         started_at = time.monotonic()
         try:
-            stamp = verify_weights(path, manifest, progress)
-        except CheckpointCorrupt:
+            stamp = verify_weights(directory / WEIGHTS_NAME, manifest, progress)
+        except CheckpointCorrupt as error:
             self._cache.trust(digest, None)
             self._trust_changed(digest, None)
+            write_damage(directory, error.message)
             raise
+        clear_damage(directory)
         self._cache.trust(digest, stamp)
         self._trust_changed(digest, stamp)
         return ReadStats(time.monotonic() - started_at, manifest.num_bytes, Tier.SSD)
@@ -130,8 +140,10 @@ class CheckpointStore:
     def acquire(self, digest: Digest) -> Lease:
         """Pin a checkpoint in DRAM and start reading what is missing; returns at once.
 
-        Raises ModelNotFound, or OutOfMemory with the numbers when it cannot fit beside what is pinned.
+        Raises ModelNotFound, CheckpointCorrupt if a verification found it damaged, or OutOfMemory with the numbers
+        when it cannot fit beside what is pinned.
         """
+        self._refuse_damaged(digest)
         if self._probe:
             self._probe.interrupt()
         return self._cache.acquire(digest)
@@ -141,6 +153,7 @@ class CheckpointStore:
 
         Fails with Cancelled when an `acquire` needs its frames. Raises as `acquire`.
         """
+        self._refuse_damaged(digest)
         if self._probe:
             self._probe.interrupt()
         return self._cache.preload(digest)
@@ -215,6 +228,12 @@ class CheckpointStore:
         directory = self._root.directory(manifest.digest)
         self._manifests[manifest.digest] = manifest
         self._cache.register(manifest, directory / WEIGHTS_NAME, read_marker(directory))
+
+    def _refuse_damaged(self, digest: Digest) -> None:
+        """Memory that already holds every byte, checked when it was read, may still be used."""
+        damage = read_damage(self._root.directory(digest))
+        if damage is not None and self._cache.resident_bytes(digest) < self.manifest(digest).num_bytes:
+            raise CheckpointCorrupt(f"a verification found this checkpoint damaged: {damage}")
 
     def _residency(self, manifest: Manifest) -> Residency:
         in_dram = self._cache.resident_bytes(manifest.digest)

@@ -153,6 +153,8 @@ class NodeRuntime:
         self._errands.cancel(message.task_id)
 
     def _send_outcome(self, message: object) -> None:
+        if isinstance(message, fr.TaskFinished):  # who waits for it may look at the fleet right after
+            self._send_report()
         self._link.send(message)
         if not isinstance(message, fr.ImportProgress):
             self._report_soon()

@@ -28,7 +28,7 @@ def test_a_model_is_verified_evicted_found_damaged_and_healed_by_importing_it_ag
         assert result["is_valid"]
         assert result["num_bytes"] == row["num_bytes"]
         assert result["bytes_per_s"] == pytest.approx(result["num_bytes"] / result["seconds"])
-        answer = client.function("care").remote("hello", max_tokens=3).text
+        answer = client.function("care").remote("hello", max_tokens=3, temperature=0).text
         assert eventually(lambda: client.admin.show("models", "care")["num_instances"] == 0)
         assert client.admin.evict("care") > 0
         assert client.admin.evict("care") == 0
@@ -41,11 +41,11 @@ def test_a_model_is_verified_evicted_found_damaged_and_healed_by_importing_it_ag
         with pytest.raises(CheckpointCorrupt, match=r"chunks are wrong: chunk 0"):
             list(client.admin.verify("models", "care"))
         with pytest.raises(CheckpointCorrupt, match="import it again"):
-            client.function("care").remote("hello", max_tokens=3)
+            client.function("care").remote("hello", max_tokens=3, temperature=0)
         client.admin.remove("models", "care")
         assert eventually(lambda: not weights.exists())
         register(client, "care", source, keep_alive_s=0)
-        assert client.function("care").remote("hello", max_tokens=3).text == answer
+        assert client.function("care").remote("hello", max_tokens=3, temperature=0).text == answer
         client.admin.remove("models", "care")
         with pytest.raises(ModelNotFound, match="no model is named 'care'"):
             list(client.admin.verify("models", "care"))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nearline.protocol import Bytes, Seconds, Slo, SloClass
+from nearline.protocol import Bytes, Seconds, Slo, SloClass, TenantId
 
 CLASS_TARGET_S: dict[SloClass, Seconds] = {
     SloClass.INTERACTIVE: 20.0,
@@ -54,6 +54,8 @@ class CoreConfig:
     """Crashes in a row that a request may see without one new token: then it is the cause, and fails alone. >= 2."""
     scale_out_factor: float = 1.0
     """A further replica starts when more requests wait than this times what the replicas run at once. > 0."""
+    tenant_weights: tuple[tuple[TenantId, float], ...] = ()
+    """Shares of tenants that wait for the same model; a tenant that is not listed weighs 1. Each > 0."""
 
 
 def target_s(slo: Slo) -> Seconds:

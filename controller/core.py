@@ -22,6 +22,7 @@ from nearline.controller.events import (
     Woke,
 )
 from nearline.controller.machines import MachineDesk
+from nearline.controller.queues import VirtualQueue
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, ModelRecord
 from nearline.protocol import Digest, InstanceId, ModelId, ModelSpec, NodeId, RequestId, Seconds
@@ -59,8 +60,8 @@ class ControllerCore:
         match event:
             case RequestArrived(info):
                 self._requests.arrived(info, now)
-            case RequestCancelled(request_id):
-                self._requests.cancelled(request_id, now)
+            case RequestCancelled(request_id, num_generated):
+                self._requests.cancelled(request_id, num_generated, now)
             case FirstToken(request_id, attempt):
                 self._requests.first_token(request_id, attempt)
             case SequenceEnded():
@@ -100,11 +101,15 @@ class ControllerCore:
     def _model_added(self, spec: ModelSpec, now: Seconds) -> None:
         """Register a name, or a new version of it: the old one drains, requests that hold its digest still get it."""
         digest = spec.checkpoint.digest
-        if self.fleet.current.get(spec.model_id) not in (None, digest):
+        old = self.fleet.current_model(spec.model_id)
+        if old is not None and old.digest != digest:
             self._retire(spec.model_id)
         model = self.fleet.models.get((spec.model_id, digest))
         if model is None:
-            model = self.fleet.models[spec.model_id, digest] = ModelRecord(spec)
+            queue = VirtualQueue(dict(self.config.tenant_weights))
+            model = self.fleet.models[spec.model_id, digest] = ModelRecord(spec, queue)
+            if old is not None:  # a new version answers much like the one before it
+                model.lengths = old.lengths
         model.spec, model.is_retired = spec, False
         self.fleet.current[spec.model_id] = digest
         self.fleet.doomed.pop(digest, None)

@@ -100,9 +100,10 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The caller is gone, or has seen enough (a stop string)."""
+    """The caller is gone, or has seen enough (a stop string). `num_generated` counts all attempts together."""
 
     request_id: RequestId
+    num_generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

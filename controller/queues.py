@@ -1,19 +1,21 @@
 """Who waits, and in which order: request groups and the virtual queue of one model. Pure.
 
-A group is FIFO. A group that drains keeps its place, so requests that refill it are never unreachable and never
-overtaken by a younger group. Lost requests come back to where their arrival puts them.
+Between SLO classes the one that is due first goes first; inside a class tenants share by virtual token counters;
+inside a tenant the shortest predicted goes first, within a stated bound; and one tenant's requests of one group are
+first in, first out. A group that drains keeps its place, so requests that refill it are never unreachable. Lost
+requests come back to where their arrival puts them.
 Source: [qlm] request groups and virtual queues; its public artifact forgets a drained group, ours does not.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nearline.controller.config import target_s
 from nearline.controller.events import RequestInfo
-from nearline.protocol import Digest, InstanceId, ModelId, RequestId, Seconds, SloClass
-
-LENGTH_BUCKET = 0
-"""Every request is in one bucket of predicted length until there is a predictor."""
+from nearline.controller.policy.fairness import VirtualCounters
+from nearline.controller.policy.prediction import Features, shortest_first
+from nearline.protocol import Digest, InstanceId, ModelId, RequestId, Seconds, SloClass, TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class RequestRecord:
     """One request from arrival to end. Waits in its group while `instance_id` is None, else runs there.
 
     `order` is its place among all arrivals; `num_fruitless` counts crashes in a row that it saw without a token.
+    `predicted_tokens` and `length_bucket` stay as they were at its arrival; `charged_tokens` are the output tokens its
+    tenant was charged for (None: it never ran).
     """
 
     info: RequestInfo
@@ -45,11 +49,23 @@ class RequestRecord:
     has_token: bool = False
     num_losses: int = 0
     num_fruitless: int = 0
+    predicted_tokens: float = 0.0
+    length_bucket: int = 0
+    charged_tokens: float | None = None
+
+    @property
+    def target_s(self) -> Seconds:
+        return target_s(self.info.slo)
 
     @property
     def due_at(self) -> Seconds:
         """When its first token is due."""
         return self.arrived_at + target_s(self.info.slo)
+
+    @property
+    def features(self) -> Features:
+        info = self.info
+        return Features(info.tenant, info.adapter_digest, info.num_prompt_tokens, info.max_tokens)
 
     @property
     def deadline(self) -> Seconds | None:
@@ -58,49 +74,82 @@ class RequestRecord:
     @property
     def group_key(self) -> GroupKey:
         info = self.info
-        return GroupKey(info.model_id, self.digest, info.adapter_digest, info.slo.slo_class, LENGTH_BUCKET)
+        return GroupKey(info.model_id, self.digest, info.adapter_digest, info.slo.slo_class, self.length_bucket)
 
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """Waiting requests of one key, oldest arrival first. `place` is the group's rank in its queue, for ever."""
+    """Waiting requests of one key, oldest arrival first, and each tenant's share of them as a line of its own.
+
+    `place` is the group's rank in its queue, for ever.
+    """
 
     key: GroupKey
     place: int
     waiting: OrderedDict[RequestId, RequestRecord] = field(default_factory=OrderedDict)
+    lines: dict[TenantId, OrderedDict[RequestId, RequestRecord]] = field(default_factory=dict)
 
     def head(self) -> RequestRecord:
         return next(iter(self.waiting.values()))
 
+    def heads(self) -> Iterator[tuple[TenantId, RequestRecord]]:
+        """Yield the oldest request of every tenant that waits here."""
+        for tenant, line in self.lines.items():
+            yield tenant, next(iter(line.values()))
+
     def add(self, request: RequestRecord) -> None:
         """Append a new arrival, or put a returning request back where its arrival belongs."""
-        is_last = not self.waiting or next(reversed(self.waiting.values())).order < request.order
-        self.waiting[request.info.request_id] = request
-        if is_last:
-            return
-        if request.order < self.head().order:
-            self.waiting.move_to_end(request.info.request_id, last=False)
-            return
-        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].order))
+        tenant = request.info.tenant
+        self.waiting = _inserted(self.waiting, request)
+        self.lines[tenant] = _inserted(self.lines.get(tenant, OrderedDict()), request)
+
+    def remove(self, request: RequestRecord) -> None:
+        """Raises KeyError if it does not wait here."""
+        tenant, request_id = request.info.tenant, request.info.request_id
+        del self.waiting[request_id]
+        del self.lines[tenant][request_id]
+        if not self.lines[tenant]:
+            del self.lines[tenant]
+
+
+def _inserted(
+    line: OrderedDict[RequestId, RequestRecord], request: RequestRecord
+) -> OrderedDict[RequestId, RequestRecord]:
+    """Put a request where its arrival belongs, nearly always the end."""
+    is_last = not line or next(reversed(line.values())).order < request.order
+    line[request.info.request_id] = request
+    if is_last:
+        return line
+    if request.order < next(iter(line.values())).order:
+        line.move_to_end(request.info.request_id, last=False)
+        return line
+    return OrderedDict(sorted(line.items(), key=lambda item: item[1].order))
 
 
 class VirtualQueue:
-    """The groups that wait for one model version."""
+    """The groups that wait for one model version, and what its tenants were served, class by class."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[TenantId, float] | None = None) -> None:
         self.groups: dict[GroupKey, RequestGroup] = {}
         self.busy_groups: dict[GroupKey, RequestGroup] = {}
         self.num_waiting = 0
         self._num_places = 0
+        self._counters = {slo_class: VirtualCounters(weights) for slo_class in SloClass}
+
+    def counters(self, slo_class: SloClass) -> VirtualCounters:
+        """The tenants' counters in one class; to be read by others, changed only here."""
+        return self._counters[slo_class]
 
     def push(self, request: RequestRecord) -> None:
-        group = self.groups.get(request.group_key)
+        key = request.group_key
+        group = self.groups.get(key)
         if group is None:
-            group = self.groups[request.group_key] = RequestGroup(request.group_key, self._num_places)
+            group = self.groups[key] = RequestGroup(key, self._num_places)
             self._num_places += 1
         group.add(request)
-        self.busy_groups[group.key] = group
+        self.busy_groups[key] = group
         self.num_waiting += 1
+        self._counters[key.slo_class].enter(request.info.tenant)
 
     def has(self, request: RequestRecord) -> bool:
         group = self.busy_groups.get(request.group_key)
@@ -109,10 +158,24 @@ class VirtualQueue:
     def remove(self, request: RequestRecord) -> None:
         """Take a waiting request out. Raises KeyError if it does not wait here."""
         group = self.groups[request.group_key]
-        del group.waiting[request.info.request_id]
+        group.remove(request)
         self.num_waiting -= 1
+        self._counters[group.key.slo_class].leave(request.info.tenant)
         if not group.waiting:
             del self.busy_groups[group.key]
+
+    def charge(self, request: RequestRecord) -> None:
+        """Charge a request that begins to run: its prompt, and the answer that is expected of it; once in its life."""
+        if request.charged_tokens is None:
+            info, request.charged_tokens = request.info, request.predicted_tokens
+            self._counters[info.slo.slo_class].charge(info.tenant, info.num_prompt_tokens, request.charged_tokens)
+
+    def settle(self, request: RequestRecord, num_generated: int) -> None:
+        """Correct the charge to what was generated, however often the request ran."""
+        if request.charged_tokens is not None:
+            info, missing = request.info, num_generated - request.charged_tokens
+            self._counters[info.slo.slo_class].charge(info.tenant, 0, missing)
+            request.charged_tokens = num_generated
 
     def forget_adapter(self, digest: Digest) -> None:
         """Drop the empty groups of an adapter that is gone."""
@@ -123,6 +186,19 @@ class VirtualQueue:
     def ordered_groups(self) -> list[RequestGroup]:
         """Groups with waiting requests, the one whose head is due first in front; ties keep the groups' places."""
         return sorted(self.busy_groups.values(), key=lambda group: (group.head().due_at, group.place))
+
+    def candidates(self, now: Seconds) -> Iterator[RequestRecord]:
+        """Yield the head of every line in the order in which they should run; all others wait behind one of them."""
+        by_class: dict[SloClass, list[RequestGroup]] = {}
+        for group in self.ordered_groups():
+            by_class.setdefault(group.key.slo_class, []).append(group)
+        for slo_class, groups in by_class.items():
+            heads: dict[TenantId, list[RequestRecord]] = {}
+            for group in groups:
+                for tenant, head in group.heads():
+                    heads.setdefault(tenant, []).append(head)
+            for tenant in self._counters[slo_class].order(heads):
+                yield from shortest_first(heads[tenant], now)
 
     def shortest_target_s(self) -> Seconds:
         """The strictest promise among the heads of the waiting groups."""

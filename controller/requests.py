@@ -6,6 +6,7 @@ from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import retry_after_s
 from nearline.controller.events import RequestInfo, SequenceEnded
 from nearline.controller.policy import admission, dispatch
+from nearline.controller.policy.prediction import bucket_of
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
 from nearline.protocol import FinishReason, RequestId, Seconds
@@ -45,13 +46,16 @@ class RequestDesk:
             return
         self._num_arrivals += 1
         request = RequestRecord(info, model.digest, self._num_arrivals, now, now)
+        request.predicted_tokens = model.lengths.predict(request.features)
+        request.length_bucket = bucket_of(request.predicted_tokens)
         fleet.requests[info.request_id] = request
         self._hold(request, model, now)
 
-    def cancelled(self, request_id: RequestId, now: Seconds) -> None:
+    def cancelled(self, request_id: RequestId, num_generated: int, now: Seconds) -> None:
         """End a request that nobody waits for any more; its place is free at once."""
         request = self._fleet.requests.get(request_id)
         if request is not None:
+            self._fleet.model_of(request).queue.settle(request, num_generated)
             self._abort(request, "cancelled by the caller")
             self._end(request, now)
 
@@ -71,6 +75,8 @@ class RequestDesk:
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             model = self._fleet.model_of(request)
             model.service_s += _SERVICE_WEIGHT * (now - request.dispatched_at - model.service_s)
+            model.queue.settle(request, event.num_generated)
+            model.lengths.learn(request.features, request.predicted_tokens, event.num_generated)
             self._end(request, now)
             return
         instance = self._fleet.instances[request.instance_id]
@@ -120,8 +126,7 @@ class RequestDesk:
                 return
 
     def _dispatch_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
-        for group in model.queue.ordered_groups():
-            request = group.head()
+        for request in model.queue.candidates(now):
             choice = dispatch.choose(instances, request, self._config)
             if choice is not None:
                 self._send(request, self._fleet.instances[choice.instance_id], choice.reason, now)
@@ -132,6 +137,7 @@ class RequestDesk:
 
     def _send(self, request: RequestRecord, instance: InstanceRecord, reason: str, now: Seconds) -> None:
         instance.model.queue.remove(request)
+        instance.model.queue.charge(request)
         self._fleet.num_waiting -= 1
         request.attempt += 1
         request.instance_id = instance.instance_id

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from nearline.controller.policy.prediction import LengthPredictor
 from nearline.controller.queues import RequestRecord, VirtualQueue
 from nearline.protocol import (
     AdapterSpec,
@@ -158,6 +159,7 @@ class ModelRecord:
     preloading_on: NodeId | None = None
     wait_reason: str = ""
     service_s: Seconds = 1.0
+    lengths: LengthPredictor = field(default_factory=LengthPredictor)
 
     @property
     def key(self) -> ModelKey:
@@ -275,5 +277,7 @@ class Fleet:
             orders = [request.order for request in group.waiting.values()]
             if orders != sorted(orders):
                 yield f"a group of {key} is not first in, first out"
+            if orders != sorted(request.order for line in group.lines.values() for request in line.values()):
+                yield f"a group of {key} and its tenants' lines disagree"
             if bool(orders) != (group.key in queue.busy_groups):
                 yield f"a group of {key} is unreachable"

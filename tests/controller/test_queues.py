@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearline.controller.queues import RequestRecord, VirtualQueue
-from nearline.protocol import Digest, SloClass
+from nearline.protocol import Digest, SloClass, TenantId
 from tests.controller.fleets import info, slo
 
 
@@ -63,3 +63,56 @@ def test_any_order_of_pushes_and_removals_keeps_groups_first_in_first_out(
         for group in queue.ordered_groups():
             orders = [request.order for request in group.waiting.values()]
             assert orders == sorted(o for o, r in held.items() if r.info.adapter_digest == group.key.adapter_digest)
+
+
+def of_tenant(order: int, tenant: str, bucket: int = 0) -> RequestRecord:
+    made = RequestRecord(info(f"r{order}", tenant=TenantId(tenant)), Digest("d"), order, float(order), float(order))
+    made.length_bucket = bucket
+    made.predicted_tokens = 10.0
+    return made
+
+
+def first(queue: VirtualQueue, now: float = 0.0) -> str:
+    return next(iter(queue.candidates(now))).info.request_id
+
+
+def test_a_length_bucket_that_drained_and_refills_is_served_from_its_old_place() -> None:
+    queue = VirtualQueue()
+    short, long = of_tenant(1, "t", 0), of_tenant(2, "t", 5)
+    queue.push(short)
+    queue.push(long)
+    queue.remove(short)
+    assert first(queue) == "r2"
+    queue.push(of_tenant(3, "t", 0))
+    assert first(queue) == "r3", "the shorter bucket is found again"
+    assert [group.place for group in queue.ordered_groups()] == [1, 0], "by what is due; places are kept"
+    assert first(queue, now=15.0) == "r2", "having waited half its target, only older ones go before it"
+
+
+def test_tenants_take_turns_however_much_one_of_them_sends() -> None:
+    queue = VirtualQueue()
+    for order in range(20):
+        queue.push(of_tenant(order, "flood"))
+    for order in range(20, 24):
+        queue.push(of_tenant(order, "light"))
+    served = []
+    for _ in range(8):
+        request = next(iter(queue.candidates(0.0)))
+        queue.remove(request)
+        queue.charge(request)
+        served.append(request.info.tenant)
+    assert served == ["flood", "light"] * 4
+
+
+def test_a_request_is_charged_once_and_in_the_end_for_what_it_generated() -> None:
+    queue = VirtualQueue()
+    request = of_tenant(1, "t")
+    counters = queue.counters(SloClass.INTERACTIVE)
+    for _ in range(3):  # dispatched, lost, dispatched again
+        queue.push(request)
+        queue.remove(request)
+        queue.charge(request)
+        assert counters.counter(TenantId("t")) == 100 + 2 * 10.0
+    queue.settle(request, 33)
+    queue.settle(request, 33)
+    assert counters.counter(TenantId("t")) == 100 + 2 * 33

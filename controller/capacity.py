@@ -154,7 +154,7 @@ class CapacityDesk:
             model.unplaceable_since = now
         until = model.unplaceable_since + self._config.unplaceable_timeout_s
         if found.is_too_big:
-            text = f"{found.reason}; give a node more memory (`nearline node --dram-pool`) or use a smaller model"
+            text = f"{found.reason}; give a node more memory (`--pool-bytes`) or use a smaller model"
             self._requests.reject_waiting(model, ErrorInfo.of(OutOfMemory(text)), "fits on no node", now)
         elif now >= until:
             text = f"model {model.spec.model_id!r} cannot run: {found.reason}; start or reconnect a node that can"

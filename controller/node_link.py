@@ -88,7 +88,7 @@ class NodeLinks:
         """Handle GET /internal/node: the whole life of one link. Raises Unauthorized for a wrong token."""
         shown = request.headers.get("Authorization", "").encode()
         if self._config.node_token and not hmac.compare_digest(shown, f"Bearer {self._config.node_token}".encode()):
-            raise Unauthorized("this node's token is not the controller's; start it with the same --node-token")
+            raise Unauthorized("this node's token is not the controller's; start it with the same --token-file")
         socket = web.WebSocketResponse(
             heartbeat=self._config.heartbeat_s, max_msg_size=MAX_FRAME_BYTES, compress=False, autoclose=True
         )

@@ -63,7 +63,7 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 
 def _http_message(error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPNotFound):
-        return "there is no such route; see the README for all routes"
+        return "there is no such route; the routes are listed in docs/api.md"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{error.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
     if isinstance(error, web.HTTPRequestEntityTooLarge):

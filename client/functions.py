@@ -1,6 +1,7 @@
 """The asynchronous SDK: `AsyncClient(url).function("name")` with `.remote() .stream() .spawn() .map()`."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Self
 from urllib.parse import quote
@@ -67,8 +68,12 @@ class AsyncFunction:
     async def spawn(
         self, text: str | None = None, *, idempotency_key: str | None = None, **options: Any
     ) -> "AsyncCall":
-        """Submit as a durable job; it survives the death of any process."""
-        headers = {"Invocation-Type": "Event"} | ({"Idempotency-Key": idempotency_key} if idempotency_key else {})
+        """Submit as a durable job; it survives the death of any process.
+
+        The same `idempotency_key` submits once, however often it is sent. Without one we make one, so that our own
+        retries never submit twice.
+        """
+        headers = {"Invocation-Type": "Event", "Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         job = await self._transport.json("POST", self._path, invocation(text, options), headers)
         return AsyncCall(self._transport, job["id"])
 

@@ -24,13 +24,14 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformConfig:
-    """`redis_url` None starts the embedded Valkey. The `_args` go to those processes as they are."""
+    """`redis_url` None starts the embedded Valkey. `api_keys` are NAME=KEY lines; `agent_args` go to the node agent
+    as they are."""
 
     data_dir: Path
     host: str = "127.0.0.1"
     port: int = 8000
     redis_url: str | None = None
-    controller_args: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     agent_args: tuple[str, ...] = ()
 
 
@@ -81,7 +82,9 @@ async def _start_all(
         store = Child("valkey", valkey_command(data / "valkey", socket), platform.logs / "valkey.log")
         await _start(platform, store, socket.exists)
         say("valkey     up (append-only, embedded)")
-    token = _node_token(data)
+    token = data / "node.token"
+    if not token.exists():
+        _write_secret(token, secrets.token_urlsafe(32))
     url_file = sockets / "controller.url"
     sockets.mkdir(parents=True, exist_ok=True)
     python = [sys.executable, "-m"]
@@ -89,7 +92,7 @@ async def _start_all(
         "controller",
         [*python, "nearline.controller", "--host", config.host, "--port", str(config.port), "--redis", redis_url,
          "--data-dir", str(data / "controller"), "--node-token-file", str(token), "--url-file", str(url_file),
-         *config.controller_args],
+         *_api_key_args(data, config.api_keys)],
         platform.logs / "controller.log",
     )  # fmt: skip
     await _start(platform, controller, lambda: url_file.exists() and bool(url_file.read_text().strip()))
@@ -148,11 +151,17 @@ def _data_dir_lock(data_dir: Path) -> Iterator[TextIO]:
         yield lock
 
 
-def _node_token(data_dir: Path) -> Path:
-    """The secret agents show the controller: made once per data directory, readable by its owner alone."""
-    path = data_dir / "node.token"
-    if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    return path
+def _api_key_args(data_dir: Path, api_keys: tuple[str, ...]) -> list[str]:
+    """Hand the keys over in a file: a command line is readable by every user of the machine."""
+    path = data_dir / "api-keys"
+    path.unlink(missing_ok=True)
+    if not api_keys:
+        return []
+    _write_secret(path, "\n".join(api_keys) + "\n")
+    return ["--api-key-file", str(path)]
+
+
+def _write_secret(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)

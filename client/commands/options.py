@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from nearline.client.blocking import Client
 from nearline.client.config import API_KEY_VARIABLE, URL_VARIABLE
@@ -31,7 +32,7 @@ def fail(error: NearlineError, as_json: bool = False) -> NoReturn:
     if as_json:
         print_json({"error": {"message": error.message, "code": error.code, "param": error.param}})
     else:
-        notices.print(f"[bold red]error:[/] {error.message} [dim]({error.code})[/]", markup=True)
+        notices.print(f"[bold red]error:[/] {escape(error.message)} [dim]({error.code})[/]")
     raise typer.Exit(1)
 
 

@@ -36,13 +36,12 @@ def up(
     agent_args: list[str] = []
     for flag, value in (("--slots", slots), ("--prewarm", prewarm), ("--pool-bytes", pool)):
         agent_args += [flag, str(value)] if value is not None else []
-    controller_args = [part for pair in api_key or [] for part in ("--api-key", pair)]
     config = PlatformConfig(
         data_dir=(data_dir or default_data_dir()).expanduser().resolve(),
         host=host,
         port=port,
         redis_url=redis,
-        controller_args=tuple(controller_args),
+        api_keys=tuple(api_key or []),
         agent_args=tuple(agent_args),
     )
     try:

@@ -59,10 +59,11 @@ class BlockManager:
     def adopt_prefix(self, sequence: Sequence) -> None:
         """Give a sequence that has no blocks the longest known prefix of its tokens, shared.
 
-        At least one token is left to compute, because its logits choose the next token.
+        At least one token is left to compute, because its logits choose the next token; all are for a sequence that
+        wants to read its whole prompt.
         """
         assert not sequence.block_table, "adopts a prefix only when it holds no blocks"
-        if not self.is_prefix_cached:
+        if not self.is_prefix_cached or sequence.reads_prompt:
             return
         for index in range(len(sequence.token_ids) // self.block_size):
             block = self._block_of.get(self._key(sequence, index))

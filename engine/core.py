@@ -159,7 +159,8 @@ class EngineCore:
             is_running = sequence in self.scheduler.running
             assert sequence.state is (SequenceState.RUNNING if is_running else SequenceState.WAITING)
             assert is_running or not sequence.block_table, "a waiting sequence holds blocks"
-            assert len(sequence.token_ids) < sequence.max_total, "a sequence outlives its last token"
+            is_over = sequence.needs_token and len(sequence.token_ids) >= sequence.max_total
+            assert not is_over, "a sequence outlives its last token"
             assert sequence.num_computed <= len(sequence.block_table) * self.config.block_size
         self.blocks.check(self.scheduler.running)
         self.adapters.check()
@@ -182,21 +183,26 @@ class EngineCore:
         if token.error is not None:
             self._end(sequence, now)
             return _end_update(sequence, FinishReason.ERROR, token.error)
-        sequence.token_ids.append(token.token_id)
         timings = None
         if sequence.first_token_at is None:
             sequence.first_token_at = now
             timings = _timings(sequence)
-        reason = self._finish_reason(sequence)
+        if sequence.needs_token:
+            sequence.token_ids.append(token.token_id)
+            reason = FinishReason.STOP if token.is_last else self._finish_reason(sequence)
+        else:
+            reason = FinishReason.LENGTH if sequence.request.pooling is None else FinishReason.STOP
         if reason is not None:
             self._end(sequence, now)
         return SequenceUpdate(
             request_id=sequence.request.request_id,
             attempt=sequence.attempt,
-            token_ids=(token.token_id,),
+            token_ids=(token.token_id,) if sequence.needs_token else (),
             finish_reason=reason,
             logprobs=None if token.logprob is None else (token.logprob,),
             timings=timings,
+            prompt_logprobs=token.prompt_logprobs,
+            embedding=token.embedding,
         )
 
     def _end(self, sequence: Sequence, now: Seconds) -> None:

@@ -4,6 +4,7 @@ One item's failure is that item's outcome; an exception inside a step is traced 
 """
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, KVCache
 from nearline.engine.models.decoder import Decoder
 from nearline.engine.models.layers import WeightReader, Weights, check_shapes
 from nearline.engine.models.lora import AdapterPool
+from nearline.engine.prompt_reader import PromptReader
 from nearline.engine.sampler import Sampler
 from nearline.engine.types import Batch, BatchItem, SampledToken
 from nearline.protocol import Bytes, DecoderSpec, RequestId
@@ -59,6 +61,7 @@ class Runner:
         self.adapters = AdapterPool(spec, self.dtype, self._device)
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
         self._sampler = Sampler(config.eos_token_ids)
+        self._prompts = PromptReader(self.decoder.logits)
 
     @property
     def num_blocks(self) -> int:
@@ -111,12 +114,29 @@ class Runner:
 
     def _step(self, items: Seq[BatchItem]) -> list[SampledToken]:
         hidden_TM, step = self.hidden(items)
+        self._prompts.read(hidden_TM, items)
         sampled = [item for item in items if item.is_sampled]
         if not sampled:
             return []
         if len(sampled) != step.num_tokens:
             hidden_TM = hidden_TM[step.sampled_S]
-        return self._sampler.sample(self.decoder.logits(hidden_TM), sampled)
+        rows = [row for row, item in enumerate(sampled) if item.sequence.needs_token]
+        if len(rows) == len(sampled):
+            tokens = self._sampler.sample(self.decoder.logits(hidden_TM), sampled)
+            return [self._prompts.add_logprobs(token, item) for token, item in zip(tokens, sampled, strict=True)]
+        return self._mixed_outcomes(hidden_TM, sampled, rows)
+
+    def _mixed_outcomes(self, hidden_SM: torch.Tensor, items: Seq[BatchItem], rows: list[int]) -> list[SampledToken]:
+        """Sample those in `rows`; the others only wanted their prompts read."""
+        tokens: Iterator[SampledToken] = iter(())
+        if rows:
+            tokens = iter(self._sampler.sample(self.decoder.logits(hidden_SM[rows]), [items[row] for row in rows]))
+        return [
+            self._prompts.add_logprobs(next(tokens), item)
+            if item.sequence.needs_token
+            else self._prompts.outcome(hidden_SM[row], item)
+            for row, item in enumerate(items)
+        ]
 
 
 def _describe(error: Exception) -> ErrorInfo:

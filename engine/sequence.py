@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nearline.protocol import Request, Seconds
+from nearline.protocol import Pooling, Request, Seconds
 
 Order = tuple[int, Seconds, int]
 """(priority, arrival, serial number): smaller comes first."""
@@ -17,7 +17,7 @@ class SequenceState(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request being decoded. Positions [0, num_computed) have their KV in the blocks of `block_table`.
 
@@ -54,6 +54,20 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether it continues its prompt at all, rather than being read only (scored or embedded)."""
+        return self.request.pooling is None and self.request.sampling.max_tokens > 0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the hidden states of all prompt positions are wanted, so that none may come from the cache.
+
+        Log-probabilities of the prompt have been reported once a token was generated, by whichever attempt.
+        """
+        wants_logprobs = self.request.sampling.prompt_logprobs is not None and self.num_generated == 0
+        return wants_logprobs or self.request.pooling is Pooling.MEAN
 
     @property
     def max_positions(self) -> int:

@@ -32,8 +32,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """Outcome for one item with `is_sampled`. `error` fails that sequence alone."""
+    """Outcome for one item with `is_sampled`. `error` fails that sequence alone.
+
+    `is_last`: the token completes the sequence's grammar. A sequence that needs no token (`needs_token`) has only
+    what it read of its prompt here; `prompt_logprobs` also come beside the first token of one that asked for both.
+    """
 
     token_id: int
     logprob: TokenLogprob | None = None
     error: ErrorInfo | None = None
+    is_last: bool = False
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    embedding: bytes | None = None

@@ -29,15 +29,22 @@ def request_problem(
             f"{num_tokens} tokens do not fit in this instance's KV cache of {config.kv_tokens}; "
             "shorten the prompt or give instances more memory"
         )
-    return _sampling_problem(request.sampling, checkpoint.vocab_size)
+    if request.pooling is not None and (request.sampling.max_tokens or request.sampling.prompt_logprobs is not None):
+        return InvalidRequest("an embedding generates nothing: max_tokens is 0, without prompt_logprobs", param="input")
+    return _sampling_problem(request.sampling, checkpoint.vocab_size, is_read_only=request.pooling is not None)
 
 
-def _sampling_problem(sampling: SamplingParams, vocab_size: int) -> InvalidRequest | None:
+def _sampling_problem(sampling: SamplingParams, vocab_size: int, is_read_only: bool) -> InvalidRequest | None:
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty,
                sampling.frequency_penalty, sampling.repetition_penalty)  # fmt: skip
+    least = 0 if is_read_only or sampling.prompt_logprobs is not None else 1
     rules = (
         (all(math.isfinite(n) for n in numbers), "sampling", "a sampling parameter is not a finite number"),
-        (sampling.max_tokens >= 1, "max_tokens", f"max_tokens is {sampling.max_tokens}; it must be at least 1"),
+        (
+            sampling.max_tokens >= least,
+            "max_tokens",
+            f"max_tokens is {sampling.max_tokens}; it must be at least {least}",
+        ),
         (0 <= sampling.min_tokens <= sampling.max_tokens, "min_tokens", "min_tokens must lie in [0, max_tokens]"),
         (sampling.temperature >= 0, "temperature", "temperature must not be negative"),
         (sampling.top_k >= 0, "top_k", "top_k must not be negative; 0 switches it off"),

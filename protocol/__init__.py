@@ -28,6 +28,9 @@ from nearline.protocol.instance import (
 from nearline.protocol.model import AdapterSpec, CheckpointInfo, CheckpointKind, ModelSpec
 from nearline.protocol.request import (
     FinishReason,
+    Grammar,
+    GrammarKind,
+    Pooling,
     Request,
     SamplingParams,
     SequenceTimings,
@@ -50,6 +53,8 @@ __all__ = [
     "DeviceInfo",
     "Digest",
     "FinishReason",
+    "Grammar",
+    "GrammarKind",
     "InstanceId",
     "InstanceSpec",
     "InstanceState",
@@ -60,6 +65,7 @@ __all__ = [
     "ModelSpec",
     "NodeId",
     "NodeReport",
+    "Pooling",
     "Request",
     "RequestId",
     "Residency",

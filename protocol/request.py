@@ -22,12 +22,37 @@ class SloClass(StrEnum):
     BATCH_1H = "batch-1h"
 
 
+class GrammarKind(StrEnum):
+    """How a grammar is written: as a JSON schema, a regular expression, or in llguidance's dialect of Lark."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must look like. Its state derives from the generated tokens, so any resume is exact."""
+
+    kind: GrammarKind
+    source: str
+
+
+class Pooling(StrEnum):
+    """How a prompt becomes one vector: the final hidden state of its last token, or the mean over all of them."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. A pure function of (logits, tokens so far, seed, position), so any resume is exact.
 
     temperature 0 is greedy; top_k 0 and top_p 1.0 switch their filters off; `logprobs` is the number of
-    alternatives to report per token (None: none, 0: the chosen token only).
+    alternatives to report per token (None: none, 0: the chosen token only), `prompt_logprobs` the same for every
+    prompt token but the first. With it, max_tokens may be 0: the prompt is scored and nothing generated.
+    A sequence ends when its `grammar` is complete; the grammar decides alone, whatever min_tokens says.
     """
 
     max_tokens: int = 256
@@ -44,6 +69,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +88,7 @@ class Request:
     """One prompt to continue. `salt` separates tenants in the prefix cache; `arrived_at` stays at the controller.
 
     Of two that wait in one engine the smaller `priority` number is first, then the earlier arrival.
+    With `pooling` it asks for one vector instead of tokens; max_tokens is 0 then.
     """
 
     request_id: RequestId
@@ -73,6 +101,7 @@ class Request:
     adapter_digest: Digest | None = None
     priority: int = 0
     salt: str = ""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +129,8 @@ class SequenceUpdate:
     `attempt` is the dispatch it answers: the controller ignores updates of an attempt it gave up.
     The token that stops a sequence (end of text or a stop id) is reported like any other: the last of `token_ids`.
     `timings` comes with the first token of an attempt. `error` is set exactly when finish_reason is ERROR.
+    `prompt_logprobs` (all prompt tokens but the first) come with the request's first token, or with the end if it
+    generates none. `embedding`, little-endian fp32, comes with the end of a request that asked for `pooling`.
     """
 
     request_id: RequestId
@@ -109,6 +140,8 @@ class SequenceUpdate:
     logprobs: tuple[TokenLogprob, ...] | None = None
     timings: SequenceTimings | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

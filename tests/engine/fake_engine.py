@@ -45,6 +45,7 @@ class FakeDevice:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.slots: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.read: dict[int, int] = {}
 
     def run(self, batch: Batch) -> list[SampledToken]:
         size = self.core.config.block_size
@@ -56,6 +57,9 @@ class FakeDevice:
         self._assert_written_blocks_are_private(batch)
         for item in batch.items:
             assert item.start == item.sequence.num_computed
+            if item.sequence.reads_prompt:
+                assert item.start in (0, self.read.get(item.sequence.serial)), "part of a prompt was never read"
+                self.read[item.sequence.serial] = item.start + item.num_tokens
             for position in range(item.start, item.start + item.num_tokens):
                 self.slots[self._slot(item.sequence, position)] = self._value(item.sequence, position)
         return [self._sample(item.sequence) for item in batch.items if item.is_sampled]
@@ -73,6 +77,9 @@ class FakeDevice:
         for position in range(len(sequence.token_ids)):
             held = self.slots.get(self._slot(sequence, position))
             assert held == self._value(sequence, position), f"position {position} reads another prefix"
+        if not sequence.needs_token:
+            vector = None if sequence.request.pooling is None else b"vector"
+            return SampledToken(0, prompt_logprobs=None if vector else (), embedding=vector)
         return SampledToken(next_token(sequence.request.adapter_digest, sequence.token_ids))
 
     def _assert_written_blocks_are_private(self, batch: Batch) -> None:
@@ -133,6 +140,8 @@ class Engine:
 
 def make_request(name: str, prompt: list[int], **fields: Any) -> Request:
     """A greedy request; keywords are fields of SamplingParams or of Request."""
+    if fields.get("pooling"):
+        fields["max_tokens"] = 0
     sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__dataclass_fields__}
     params = SamplingParams(**({"max_tokens": 4, "temperature": 0.0} | sampling))
     return Request(RequestId(name), ModelId("m"), tuple(prompt), params, **fields)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from nearline.engine import EngineLoad, SampledToken
-from nearline.protocol import FinishReason
+from nearline.protocol import FinishReason, Pooling
 from nearline.protocol.errors import ErrorInfo, UnsupportedCheckpoint
 from tests.engine.fake_engine import Engine, info, make_request, solo
 
@@ -65,6 +65,9 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": [-1]}, "invalid_request", "prompt"),
     ({"prompt": [1] * 65}, "context_length_exceeded", "prompt"),
     ({"max_tokens": 0}, "invalid_request", "max_tokens"),
+    ({"pooling": Pooling.LAST, "prompt_logprobs": 0}, "invalid_request", "input"),
+    ({"pooling": Pooling.LAST, "prompt": [50]}, "invalid_request", "prompt"),
+    ({"prompt_logprobs": 0, "max_tokens": -1}, "invalid_request", "max_tokens"),
     ({"min_tokens": 9}, "invalid_request", "min_tokens"),
     ({"temperature": -1.0}, "invalid_request", "temperature"),
     ({"temperature": float("nan")}, "invalid_request", "sampling"),
@@ -84,6 +87,33 @@ def test_a_bad_request_fails_alone(fields: dict[str, Any], code: str, param: str
     assert engine.ends["bad#1"].finish_reason is FinishReason.ERROR
     assert (engine.ends["bad#1"].error.code, engine.ends["bad#1"].error.param) == (code, param)
     assert engine.outputs["good#1"] == solo(good)
+
+
+def test_a_request_that_only_reads_its_prompt_ends_without_a_token_and_takes_nothing_from_the_cache() -> None:
+    engine, prompt = Engine(), [1 + i % 40 for i in range(64)]
+    engine.add(make_request("warm", prompt[:32]))
+    engine.drain()
+    engine.add(make_request("scored", prompt, max_tokens=0, prompt_logprobs=1))
+    engine.add(make_request("mean", prompt[:40], pooling=Pooling.MEAN))
+    engine.add(make_request("last", prompt[:40], pooling=Pooling.LAST))
+    engine.drain()
+    ends = [engine.ends[f"{name}#1"] for name in ("scored", "mean", "last")]
+    assert [end.finish_reason for end in ends] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]
+    assert [end.embedding for end in ends] == [None, b"vector", b"vector"]
+    assert [end.timings.num_cached_tokens > 0 for end in ends] == [False, False, True]
+    assert ends[0].prompt_logprobs == ()
+    assert all(end.token_ids == () for end in ends)
+
+
+def test_a_token_that_completes_its_grammar_is_the_last_even_where_length_ends_it_too() -> None:
+    for max_tokens in (1, 9):
+        engine = Engine()
+        engine.add(make_request("a", [1, 2], max_tokens=max_tokens, ignore_eos=True))
+        batch = engine.core.schedule(engine.tick())
+        assert batch is not None
+        (update,) = engine.core.commit(batch, [SampledToken(7, is_last=True)], engine.tick())
+        assert (update.token_ids, update.finish_reason) == ((7,), FinishReason.STOP)
+        engine.core.check()
 
 
 def test_a_resumed_request_continues_without_repeating() -> None:

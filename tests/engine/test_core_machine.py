@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nearline.engine import FreeAdapter
-from nearline.protocol import FinishReason, Request
+from nearline.protocol import FinishReason, Pooling, Request
 from nearline.protocol.errors import ErrorInfo
 from tests.engine.fake_engine import EOS, Engine, make_request, solo
 
@@ -33,9 +33,15 @@ class Traffic(RuleBasedStateMachine):
         self.reading: list[str] = []
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 16), priority=st.integers(0, 1), salt=st.sampled_from(["", "s"]),
-          adapter=st.sampled_from([None, None, *ADAPTERS]), is_endless=st.booleans())  # fmt: skip
+          adapter=st.sampled_from([None, None, *ADAPTERS]), is_endless=st.booleans(),
+          prompt_logprobs=st.sampled_from([None, None, 1]),
+          pooling=st.sampled_from([None, None, None, *Pooling]))  # fmt: skip
     def add(self, prompt: list[int], is_endless: bool, adapter: str | None, **fields: Any) -> None:
         name = f"r{len(self.requests)}"
+        if fields["pooling"]:
+            fields["prompt_logprobs"] = None
+        elif fields["prompt_logprobs"] and fields["max_tokens"] == 1:
+            fields["max_tokens"] = 0
         one = make_request(name, prompt, adapter_digest=adapter, ignore_eos=is_endless, **fields)
         self.requests[f"{name}#1"] = (one, ())
         self.engine.add(one)
@@ -122,6 +128,10 @@ class Traffic(RuleBasedStateMachine):
             assert end.error.code in ("out_of_memory", "not_found", "adapter_mismatch")
             return
         output = [*generated, *self.engine.outputs[key]]
+        if request.sampling.max_tokens == 0:
+            assert output == []
+            assert end.embedding == (None if request.pooling is None else b"vector")
+            return
         alone = solo(request)
         room = self.engine.core.config.kv_tokens + 1 - len(request.prompt_token_ids)
         assert output == alone[: max(1, room)]

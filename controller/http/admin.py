@@ -1,6 +1,7 @@
 """/admin: register and remove models and adapters, look at the fleet."""
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -73,14 +74,15 @@ class Admin:
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     door = door_of(request)
-    return _listed([_with_state(door, spec) for spec in door.registry.models.values()])
+    seen = _Seen(door)
+    return _listed([seen.of(spec) for spec in door.registry.models.values()])
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
     door, name = door_of(request), request.match_info["name"]
     if name not in door.registry.models:
         raise ModelNotFound(f"no model is named {name!r}", param="name")
-    return web.json_response(_with_state(door, door.registry.models[name]))
+    return web.json_response(_Seen(door).of(door.registry.models[name]))
 
 
 async def list_adapters(request: web.Request) -> web.StreamResponse:
@@ -98,20 +100,34 @@ async def list_rows(request: web.Request) -> web.StreamResponse:
     return _listed(door_of(request).runtime.snapshot()[request.path.rpartition("/")[2]])
 
 
-def _with_state(door: Door, spec: ModelSpec) -> dict[str, Any]:
-    """Add what the fleet says: what runs, and the nearest tier that holds all its bytes."""
-    snapshot = door.runtime.snapshot()
-    states = [row["state"] for row in snapshot["instances"] if row["model"] == spec.model_id]
-    is_ready = "ready" in states
-    waiting = [row["num_waiting"] for row in snapshot["models"] if row["id"] == spec.model_id]
-    return {
-        **model_object(spec),
-        "state": "ready" if is_ready else states[0] if states else "asleep",
-        "tier": Tier.DEVICE.value if is_ready else _nearest_tier(snapshot["nodes"], spec).value,
-        "num_instances": len(states),
-        "num_waiting": sum(waiting),
-        "adapters": sorted(adapter.adapter_id for adapter in door.registry.adapters_of(spec.model_id)),
-    }
+class _Seen:
+    """What the fleet says of models: one snapshot, indexed, so that a list of many models takes one look."""
+
+    def __init__(self, door: Door) -> None:
+        snapshot = door.runtime.snapshot()
+        self._nodes = snapshot["nodes"]
+        self._states: defaultdict[str, list[str]] = defaultdict(list)
+        self._num_waiting: Counter[str] = Counter()
+        self._adapters: defaultdict[str, list[str]] = defaultdict(list)
+        for row in snapshot["instances"]:
+            self._states[row["model"]].append(row["state"])
+        for row in snapshot["models"]:
+            self._num_waiting[row["id"]] += row["num_waiting"]
+        for adapter in door.registry.adapters.values():
+            self._adapters[adapter.base_id].append(adapter.adapter_id)
+
+    def of(self, spec: ModelSpec) -> dict[str, Any]:
+        """Describe a model with what runs, and the nearest tier that holds all its bytes."""
+        states = self._states.get(spec.model_id, [])
+        is_ready = "ready" in states
+        return {
+            **model_object(spec),
+            "state": "ready" if is_ready else states[0] if states else "asleep",
+            "tier": Tier.DEVICE.value if is_ready else _nearest_tier(self._nodes, spec).value,
+            "num_instances": len(states),
+            "num_waiting": self._num_waiting[spec.model_id],
+            "adapters": sorted(self._adapters.get(spec.model_id, [])),
+        }
 
 
 def _nearest_tier(nodes: list[dict[str, Any]], spec: ModelSpec) -> Tier:

@@ -1,0 +1,28 @@
+"""/admin: what it says of many models at once."""
+
+from nearline.protocol import ModelId, ModelSpec
+from tests.controller.http.conftest import FrontDoor, checkpoint
+
+
+async def test_a_list_of_models_takes_one_look_at_the_fleet(front: FrontDoor) -> None:
+    for index in range(50):
+        await front.door.registry.put_model(ModelSpec(ModelId(f"m{index}"), checkpoint(f"c{index}"), 1.0))
+    looks = 0
+
+    def snapshot() -> object:
+        nonlocal looks
+        looks += 1
+        row = {"dram_bytes": 0, "ssd_bytes": 1000}
+        node = {"id": "n", "is_connected": True, "residency": {"c7": row}}
+        instance = {"model": "m3", "state": "ready"}
+        waiting = [{"id": "m3", "num_waiting": 2}, {"id": "m3", "num_waiting": 1}]
+        return {"nodes": [node], "instances": [instance], "models": waiting, "queues": []}
+
+    front.runtime.snapshot = snapshot  # type: ignore[method-assign,assignment]
+    _, listed, _ = await front.get("/admin/models")
+    assert looks == 1
+    found = {model["id"]: model for model in listed["data"]}
+    assert len(found) == 52
+    assert (found["m3"]["state"], found["m3"]["num_instances"], found["m3"]["num_waiting"]) == ("ready", 1, 3)
+    assert [found[name]["tier"] for name in ("m3", "m7", "m8")] == ["device", "ssd", "remote"]
+    assert (found["tiny"]["adapters"], found["m7"]["adapters"]) == (["acme/pirate"], [])

@@ -13,7 +13,7 @@ import torch
 from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, KVCache
 from nearline.engine.models.decoder import Decoder
-from nearline.engine.models.layers import WeightReader, Weights, check_shapes
+from nearline.engine.models.layers import WeightReader, Weights, check_shapes, compute_dtype
 from nearline.engine.models.lora import AdapterPool
 from nearline.engine.prompt_reader import PromptReader
 from nearline.engine.sampler import Sampler
@@ -55,7 +55,7 @@ class Runner:
         check_shapes(spec, weights)
         self.spec, self.config = spec, config
         self._device = torch.device(config.device)
-        self.dtype = config.dtype or compute_dtype(weights)
+        self.dtype = config.dtype or compute_dtype(spec, weights)
         self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
         self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
@@ -143,8 +143,3 @@ def _describe(error: Exception) -> ErrorInfo:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return ErrorInfo.of(OutOfMemory(f"the engine ran out of memory in a step: {error}; send a shorter prompt"))
     return ErrorInfo.of(error)
-
-
-def compute_dtype(weights: Weights) -> torch.dtype:
-    """Choose the dtype in which a checkpoint is computed: that of its projections, so that they stay views."""
-    return weights.tensor("model.layers.0.self_attn.q_proj.weight").dtype

@@ -7,6 +7,7 @@ P block size, R rank or rotated dims, V vocab. Which path runs (Triton, compiled
 from nearline.kernels.dispatch import (
     add_rms_norm,
     argmax,
+    layer_norm,
     linear,
     lora_add_,
     paged_attention,
@@ -29,6 +30,7 @@ __all__ = [
     "PackedAdapter",
     "add_rms_norm",
     "argmax",
+    "layer_norm",
     "linear",
     "lora_add_",
     "paged_attention",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nearline.kernels import native, reference
@@ -42,6 +43,11 @@ def add_rms_norm(x_TM: Tensor, residual_TM: Tensor, w_M: Tensor, eps: float) -> 
     return reference.add_rms_norm(x_TM, residual_TM, w_M, eps) if done is None else (done, residual_TM)
 
 
+def layer_norm(x_TM: Tensor, w_M: Tensor, b_M: Tensor, eps: float) -> Tensor:
+    """See reference.layer_norm. torch's own op: float32 inside, one rounding."""
+    return F.layer_norm(x_TM, w_M.shape, w_M, b_M, eps)
+
+
 def rope_(q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor, cos_sin_SR: Tensor) -> None:
     """See reference.rope_."""
     path = _triton() if q_THD.is_cuda else native
@@ -63,8 +69,11 @@ def paged_attention(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See reference.paged_attention."""
+    if softcap is not None:
+        return reference.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
     path = _triton() if q_THD.is_cuda else native
     done: Tensor | None = path.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window) if path else None
     if done is None:

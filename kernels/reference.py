@@ -26,6 +26,12 @@ def add_rms_norm(x_TM: Tensor, residual_TM: Tensor, w_M: Tensor, eps: float) -> 
     return rms_norm(residual_TM, w_M, eps), residual_TM
 
 
+def layer_norm(x_TM: Tensor, w_M: Tensor, b_M: Tensor, eps: float) -> Tensor:
+    """Return (x - mean) / deviation · w + b over the last dim, in x's dtype."""
+    normed_TM = F.layer_norm(x_TM.float(), w_M.shape, w_M.float(), b_M.float(), eps)
+    return normed_TM.to(x_TM.dtype)
+
+
 def rope_(q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor, cos_sin_SR: Tensor) -> None:
     """Rotate q and k in place, half-rotation layout: dim i pairs with dim i + R/2.
 
@@ -58,10 +64,12 @@ def paged_attention(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of the new tokens over each sequence's cached positions (their own included).
 
-    A query at position t sees positions (t - window, t], all of them when `window` is None. Shapes: returns o_THD.
+    A query at position t sees positions (t - window, t], all of them when `window` is None. With a softcap c every
+    score s (already scaled) becomes c · tanh(s / c). Shapes: returns o_THD.
     """
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     starts = meta.query_starts_B1.tolist()
@@ -73,6 +81,8 @@ def paged_attention(
         k_HCD = _gather(k_cache_NKPD, meta.block_tables_BN[b], context_len, q_HQD.shape[0])
         v_HCD = _gather(v_cache_NKPD, meta.block_tables_BN[b], context_len, q_HQD.shape[0])
         scores_HQC = torch.matmul(q_HQD, k_HCD.transpose(1, 2)) * scale
+        if softcap is not None:
+            scores_HQC = softcap * torch.tanh(scores_HQC / softcap)
         query_at = torch.arange(context_len - num_new, context_len, device=q_THD.device).unsqueeze(1)
         key_at = torch.arange(context_len, device=q_THD.device).unsqueeze(0)
         hidden = key_at > query_at

@@ -1,6 +1,7 @@
 """The words that cross processes: frozen types, the wire codec and the error tree. Imports nothing of ours."""
 
-from nearline.protocol.decoder import FAMILIES, DecoderSpec, RopeScaling, TensorSlot, decoder_spec, tensor_slots
+from nearline.protocol.decoder import DecoderSpec, RopeScaling
+from nearline.protocol.families import FAMILIES, decoder_spec
 from nearline.protocol.ids import (
     Bytes,
     BytesPerSecond,
@@ -40,10 +41,12 @@ from nearline.protocol.request import (
     TokenLogprob,
     Usage,
 )
+from nearline.protocol.tensor_names import LAYOUTS, TensorSlot, tensor_slots
 from nearline.protocol.wire import MessageCodec, WireError, encode, from_plain, to_plain
 
 __all__ = [
     "FAMILIES",
+    "LAYOUTS",
     "AdapterSpec",
     "Bytes",
     "BytesPerSecond",

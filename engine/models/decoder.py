@@ -3,6 +3,7 @@
 Tokens of many sequences come packed in one row dimension T; only attention knows where each sequence begins.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from nearline import kernels
 from nearline.engine.kv_cache import KVCache
-from nearline.engine.models.layers import WeightReader
+from nearline.engine.models.layers import LayerWeights, NormWeights, WeightReader
 from nearline.engine.models.lora import LoraPlan
 from nearline.engine.models.rope import RopeTable
-from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape, LayerTensors
+from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape
 from nearline.protocol import DecoderSpec
 
 
@@ -38,26 +39,28 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        self.layers: list[LayerTensors | None] = [None] * spec.num_layers
+        self.layers: list[LayerWeights | None] = [None] * spec.num_layers
         self._reader = reader
         self._rope = RopeTable(spec, device)
+        self._sliding_rope = self._rope if spec.sliding_rope_theta is None else RopeTable(spec, device, is_sliding=True)
         self._embedding_VM: Tensor | None = None
-        self._final_norm_M: Tensor | None = None
+        self._positions_SM: Tensor | None = None
+        self._final_norm_M: NormWeights | None = None
         self._head_VM: Tensor | None = None
         self._windows = [spec.sliding_window if i in spec.sliding_layers else None for i in range(spec.num_layers)]
         self._has_rope = [i not in spec.no_rope_layers for i in range(spec.num_layers)]
-        self._q_dim, self._kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._scale = spec.head_dim**-0.5
+        self._embedding_scale = _embedding_scale(spec, dtype)
         self._fused: FusedDecoder | None = None
-        if device.type == "cpu" and spec.activation == "silu":
+        if device.type == "cpu" and _is_plain(spec):
             heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            shape = LayerShape(*heads, spec.model_dim, spec.ffn_dim, spec.norm_eps, self._scale)
+            shape = LayerShape(*heads, spec.model_dim, spec.ffn_dim, spec.norm_eps, spec.score_scale)
             self._fused = FusedDecoder(shape, spec.num_layers, dtype)
         self._is_loaded = False
 
     def reserve_positions(self, num_positions: int) -> None:
         """Make positions [0, num_positions) usable in `forward`."""
         self._rope.reserve(num_positions)
+        self._sliding_rope.reserve(num_positions)
 
     def forward(
         self,
@@ -73,7 +76,7 @@ class Decoder:
         Shapes: token_ids_T, positions_T, slots_T [T]; returns [T, M] in the compute dtype. Positions must have been
         reserved. Raises CheckpointCorrupt if the bytes of a layer cannot come.
         """
-        residual_TM = F.embedding(token_ids_T, self._embedding())
+        residual_TM = self._embed(token_ids_T, positions_T)
         step = _Step(positions_T, slots_T, meta, kv, lora)
         if self._fused is not None and self._fused.accepts(token_ids_T.shape[0]):
             self._run_fused(self._fused, residual_TM, step)
@@ -81,13 +84,32 @@ class Decoder:
             for index in range(self.spec.num_layers):
                 self._run_layer(index, residual_TM, step)
         self._is_loaded = True
-        return kernels.rms_norm(residual_TM, self._final_norm(), self.spec.norm_eps)
+        if self._final_norm_M is None:
+            self._final_norm_M = self._reader.final_norm()
+        return self._norm(residual_TM, self._final_norm_M)
 
     def logits(self, hidden_BM: Tensor) -> Tensor:
         """Project hidden states onto the vocabulary. Shapes: [B, M] → [B, V] in fp32."""
         if self._head_VM is None:
             self._head_VM = self._reader.head()
-        return kernels.linear(hidden_BM, self._head_VM, out_dtype=torch.float32)
+        logits_BV = kernels.linear(hidden_BM, self._head_VM, out_dtype=torch.float32)
+        if self.spec.logits_scale != 1.0:
+            logits_BV *= self.spec.logits_scale
+        cap = self.spec.logits_softcap
+        return logits_BV if cap is None else logits_BV.div_(cap).tanh_().mul_(cap)
+
+    def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Begin the residual stream: a fresh tensor, which the layers add to in place."""
+        if self._embedding_VM is None:
+            self._embedding_VM = self._reader.embedding()
+        hidden_TM = F.embedding(token_ids_T, self._embedding_VM)
+        if self._embedding_scale != 1.0:
+            hidden_TM *= self._embedding_scale
+        if self.spec.learned_positions:
+            if self._positions_SM is None:
+                self._positions_SM = self._reader.positions()
+            hidden_TM += F.embedding(positions_T + self.spec.position_offset, self._positions_SM)
+        return hidden_TM
 
     def _run_fused(self, fused: FusedDecoder, residual_TM: Tensor, step: _Step) -> None:
         num_layers = self.spec.num_layers
@@ -103,67 +125,110 @@ class Decoder:
 
     def _run_layer(self, index: int, residual_TM: Tensor, step: _Step) -> None:
         """Add one layer to the residual stream, in place."""
-        layer, eps = self._layer(index), self.spec.norm_eps
+        layer = self._layer(index)
+        x_TM = residual_TM if layer.input_norm is None else self._norm(residual_TM, layer.input_norm)
+        branch_TM = self._attention(index, layer, x_TM, step)
+        x_TM = self._join(residual_TM, branch_TM, layer.attention_post_norm, layer.mlp_norm)
+        branch_TM = self._mlp(index, layer, x_TM, step.lora)
+        self._join(residual_TM, branch_TM, layer.mlp_post_norm, None)
+
+    def _join(
+        self, residual_TM: Tensor, branch_TM: Tensor, post: NormWeights | None, following: NormWeights | None
+    ) -> Tensor:
+        """Add a branch to the residual stream in place, and return what the next branch reads."""
+        if post is not None:
+            branch_TM = self._norm(branch_TM, post)
+        if self.spec.residual_scale != 1.0:
+            branch_TM *= self.spec.residual_scale
+        if following is not None and following.bias_M is None:
+            return kernels.add_rms_norm(branch_TM, residual_TM, following.weight_M, self.spec.norm_eps)[0]
+        residual_TM += branch_TM
+        return residual_TM if following is None else self._norm(residual_TM, following)
+
+    def _norm(self, x_TM: Tensor, norm: NormWeights) -> Tensor:
+        if norm.bias_M is None:
+            return kernels.rms_norm(x_TM, norm.weight_M, self.spec.norm_eps)
+        return kernels.layer_norm(x_TM, norm.weight_M, norm.bias_M, self.spec.norm_eps)
+
+    def _attention(self, index: int, layer: LayerWeights, x_TM: Tensor, step: _Step) -> Tensor:
+        spec, window = self.spec, self._windows[index]
         k_cache, v_cache = step.kv.layers[index]
-        x_TM = kernels.rms_norm(residual_TM, layer.input_norm_M, eps)
         qkv_TN = kernels.linear(x_TM, layer.qkv_NM, layer.qkv_bias_N)
         if step.lora is not None:
             step.lora.add_qkv_(index, qkv_TN, x_TM)
         q_THD, k_TKD, v_TKD = self._heads(qkv_TN, layer)
         if self._has_rope[index]:
-            kernels.rope_(q_THD, k_TKD, step.positions_T, self._rope.table_SD)
+            rope = self._rope if window is None else self._sliding_rope
+            kernels.rope_(q_THD, k_TKD, step.positions_T, rope.table_SD)
         kernels.write_kv(k_TKD, v_TKD, k_cache, v_cache, step.slots_T)
-        o_THD = kernels.paged_attention(q_THD, k_cache, v_cache, step.meta, self._scale, self._windows[index])
-        o_TN = o_THD.view(o_THD.shape[0], self._q_dim)
+        o_THD = kernels.paged_attention(
+            q_THD, k_cache, v_cache, step.meta, spec.score_scale, window, spec.attention_softcap
+        )
+        o_TN = o_THD.view(o_THD.shape[0], spec.query_dim)
         branch_TM = kernels.linear(o_TN, layer.o_MN, layer.o_bias_M)
         if step.lora is not None:
             step.lora.add_o_(index, branch_TM, o_TN)
-        x_TM, _ = kernels.add_rms_norm(branch_TM, residual_TM, layer.mlp_norm_M, eps)
-        residual_TM += self._mlp(index, layer, x_TM, step.lora)
+        return branch_TM
 
-    def _heads(self, qkv_TN: Tensor, layer: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv_TN: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Split the fused projection into views of query, key and value heads, normalised if the family does so."""
-        spec, num_tokens = self.spec, qkv_TN.shape[0]
-        q_end, k_end = self._q_dim, self._q_dim + self._kv_dim
-        q_THD = qkv_TN[:, :q_end].view(num_tokens, spec.num_heads, spec.head_dim)
-        k_TKD = qkv_TN[:, q_end:k_end].view(num_tokens, spec.num_kv_heads, spec.head_dim)
-        v_TKD = qkv_TN[:, k_end:].view(num_tokens, spec.num_kv_heads, spec.head_dim)
-        if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_THD = kernels.rms_norm(q_THD, layer.q_norm_D, spec.norm_eps)
-            k_TKD = kernels.rms_norm(k_TKD, layer.k_norm_D, spec.norm_eps)
-        return q_THD, k_TKD, v_TKD
+        spec, eps, k_end = self.spec, self.spec.norm_eps, self.spec.query_dim + self.spec.kv_dim
+        q_TN, k_TN, v_TN = qkv_TN[:, : spec.query_dim], qkv_TN[:, spec.query_dim : k_end], qkv_TN[:, k_end:]
+        q_norm, k_norm = layer.q_norm_D, layer.k_norm_D
+        if q_norm is not None and k_norm is not None and spec.is_qk_norm_wide:
+            q_TN, k_TN = kernels.rms_norm(q_TN, q_norm, eps), kernels.rms_norm(k_TN, k_norm, eps)
+        q_THD = q_TN.view(-1, spec.num_heads, spec.head_dim)
+        k_TKD = k_TN.view(-1, spec.num_kv_heads, spec.head_dim)
+        if q_norm is not None and k_norm is not None and not spec.is_qk_norm_wide:
+            q_THD, k_TKD = kernels.rms_norm(q_THD, q_norm, eps), kernels.rms_norm(k_TKD, k_norm, eps)
+        return q_THD, k_TKD, v_TN.view(-1, spec.num_kv_heads, spec.head_dim)
 
-    def _mlp(self, index: int, layer: LayerTensors, x_TM: Tensor, lora: LoraPlan | None) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights, x_TM: Tensor, lora: LoraPlan | None) -> Tensor:
         gate_up_T2F = kernels.linear(x_TM, layer.gate_up_NM, layer.gate_up_bias_N)
         if lora is not None:
             lora.add_gate_up_(index, gate_up_T2F, x_TM)
-        inner_TF = _gated(gate_up_T2F, self.spec.activation)
+        inner_TF = _activated(gate_up_T2F, self.spec)
         down_TM = kernels.linear(inner_TF, layer.down_MF, layer.down_bias_M)
         if lora is not None:
             lora.add_down_(index, down_TM, inner_TF)
         return down_TM
 
-    def _layer(self, index: int) -> LayerTensors:
+    def _layer(self, index: int) -> LayerWeights:
         layer = self.layers[index]
         if layer is None:
             layer = self.layers[index] = self._reader.layer(index)
             if self._fused is not None:
-                self._fused.set_layer(index, layer, self._has_rope[index], self._windows[index])
+                self._fused.set_layer(index, layer.compiled(), self._has_rope[index], self._windows[index])
         return layer
 
-    def _embedding(self) -> Tensor:
-        if self._embedding_VM is None:
-            self._embedding_VM = self._reader.embedding()
-        return self._embedding_VM
 
-    def _final_norm(self) -> Tensor:
-        if self._final_norm_M is None:
-            self._final_norm_M = self._reader.final_norm()
-        return self._final_norm_M
+def _is_plain(spec: DecoderSpec) -> bool:
+    """Tell whether the compiled decoder knows all that these layers do."""
+    has_plain_norms = spec.layout in ("llama", "phi3") and not spec.is_layer_norm and not spec.is_qk_norm_wide
+    has_plain_mlp = spec.is_gated and spec.activation == "silu" and not spec.is_transposed
+    has_plain_attention = spec.attention_softcap is None and spec.sliding_rope_theta is None
+    return has_plain_norms and has_plain_mlp and has_plain_attention and spec.residual_scale == 1.0
 
 
-def _gated(gate_up_T2F: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
+def _embedding_scale(spec: DecoderSpec, dtype: torch.dtype) -> float:
+    scale = spec.embedding_scale
+    return float(torch.tensor(scale, dtype=dtype)) if spec.is_embedding_scale_rounded else scale
+
+
+def _activated(gate_up_T2F: Tensor, spec: DecoderSpec) -> Tensor:
+    """Return act(gate) · up of [gate | up], or act of it all where there is no gate."""
+    if not spec.is_gated:
+        return _ACTIVATIONS[spec.activation](gate_up_T2F)
+    if spec.activation == "silu":
         return kernels.silu_mul(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return (F.relu(gate_TF) if activation == "relu" else F.gelu(gate_TF, approximate="tanh")) * up_TF
+    return _ACTIVATIONS[spec.activation](gate_TF) * up_TF
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": _gelu_tanh, "gelu_pytorch_tanh": _gelu_tanh,
+}  # fmt: skip

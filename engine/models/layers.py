@@ -1,6 +1,7 @@
 """Weights of a decoder, one value per layer: which tensors a layer holds and how they become views ready to use."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,8 +10,6 @@ from torch import Tensor
 from nearline.kernels import LayerTensors
 from nearline.protocol import DecoderSpec, tensor_slots
 from nearline.protocol.errors import CheckpointCorrupt
-
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 class Weights(Protocol):
@@ -27,6 +26,56 @@ class Weights(Protocol):
     def wait_for(self, names: Sequence[str]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """A norm over the last dim. A family's offset is already in the weight; only layer norms have a bias."""
+
+    weight_M: Tensor
+    bias_M: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; what its family lacks is None.
+
+    Shapes: qkv [(H+2K)·D, M], o [M, H·D], gate_up [2F, M] ([F, M] without a gate), down [M, F].
+    """
+
+    input_norm: NormWeights | None
+    qkv_NM: Tensor
+    qkv_bias_N: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o_MN: Tensor
+    o_bias_M: Tensor | None
+    attention_post_norm: NormWeights | None
+    mlp_norm: NormWeights | None
+    gate_up_NM: Tensor
+    gate_up_bias_N: Tensor | None
+    down_MF: Tensor
+    down_bias_M: Tensor | None
+    mlp_post_norm: NormWeights | None
+
+    def compiled(self) -> LayerTensors:
+        """Give the compiled decoder its tensors: those of a layer with two RMS norms, both in front."""
+        assert self.input_norm is not None
+        assert self.mlp_norm is not None
+        return LayerTensors(
+            input_norm_M=self.input_norm.weight_M,
+            qkv_NM=self.qkv_NM,
+            qkv_bias_N=self.qkv_bias_N,
+            q_norm_D=self.q_norm_D,
+            k_norm_D=self.k_norm_D,
+            o_MN=self.o_MN,
+            o_bias_M=self.o_bias_M,
+            mlp_norm_M=self.mlp_norm.weight_M,
+            gate_up_NM=self.gate_up_NM,
+            gate_up_bias_N=self.gate_up_bias_N,
+            down_MF=self.down_MF,
+            down_bias_M=self.down_bias_M,
+        )
+
+
 class WeightReader:
     """Turns a checkpoint's tensors into weights of one dtype, each layer as soon as its bytes are there.
 
@@ -36,50 +85,72 @@ class WeightReader:
 
     def __init__(self, spec: DecoderSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._weights, self._dtype, self._device = spec, weights, dtype, device
-        self._names: dict[str, list[str]] = {}
+        self._names: dict[tuple[int | None, str], list[str]] = {}
         for slot in tensor_slots(spec):
-            self._names.setdefault(_part_of(slot.name), []).append(slot.name)
+            self._names.setdefault((slot.layer, slot.role), []).append(slot.name)
 
-    def layer(self, index: int) -> LayerTensors:
+    def layer(self, index: int) -> LayerWeights:
         """Wait for a layer's bytes and return it. Raises CheckpointCorrupt if they cannot come."""
-        spec, prefix = self._spec, f"model.layers.{index}."
-        self._weights.wait_for(self._names[prefix])
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-        return LayerTensors(
-            input_norm_M=self._one(prefix + "input_layernorm.weight"),
-            qkv_NM=self._fused(attn, qkv, "weight"),
-            qkv_bias_N=self._fused(attn, qkv, "bias") if spec.has_qkv_bias else None,
-            q_norm_D=self._one(attn + "q_norm.weight") if spec.has_qk_norm else None,
-            k_norm_D=self._one(attn + "k_norm.weight") if spec.has_qk_norm else None,
-            o_MN=self._one(attn + "o_proj.weight"),
-            o_bias_M=self._one(attn + "o_proj.bias") if spec.has_o_bias else None,
-            mlp_norm_M=self._one(prefix + "post_attention_layernorm.weight"),
-            gate_up_NM=self._fused(mlp, gate_up, "weight"),
-            gate_up_bias_N=self._fused(mlp, gate_up, "bias") if spec.has_mlp_bias else None,
-            down_MF=self._one(mlp + "down_proj.weight"),
-            down_bias_M=self._one(mlp + "down_proj.bias") if spec.has_mlp_bias else None,
+        self._weights.wait_for([name for (layer, _), names in self._names.items() if layer == index for name in names])
+        return LayerWeights(
+            input_norm=self._norm(index, "input_norm"),
+            qkv_NM=self._matrix(index, "qkv"),
+            qkv_bias_N=self._found(index, "qkv.bias"),
+            q_norm_D=self._norm_weight(index, "q_norm"),
+            k_norm_D=self._norm_weight(index, "k_norm"),
+            o_MN=self._matrix(index, "o"),
+            o_bias_M=self._found(index, "o.bias"),
+            attention_post_norm=self._norm(index, "attention_post_norm"),
+            mlp_norm=self._norm(index, "mlp_norm"),
+            gate_up_NM=self._matrix(index, "gate_up"),
+            gate_up_bias_N=self._found(index, "gate_up.bias"),
+            down_MF=self._matrix(index, "down"),
+            down_bias_M=self._found(index, "down.bias"),
+            mlp_post_norm=self._norm(index, "mlp_post_norm"),
         )
 
     def embedding(self) -> Tensor:
-        self._weights.wait_for([EMBEDDING])
-        return self._one(EMBEDDING)
+        return self._awaited("embedding")
 
-    def final_norm(self) -> Tensor:
-        self._weights.wait_for([FINAL_NORM])
-        return self._one(FINAL_NORM)
+    def positions(self) -> Tensor:
+        """Return the table of learned positions, which only some families have."""
+        return self._awaited("positions")
+
+    def final_norm(self) -> NormWeights:
+        self._weights.wait_for(self._names[None, "final_norm.weight"] + self._names.get((None, "final_norm.bias"), []))
+        norm = self._norm(None, "final_norm")
+        assert norm is not None
+        return norm
 
     def head(self) -> Tensor:
         """Return the output projection [V, M]: the embedding itself when the model ties them."""
-        name = EMBEDDING if self._spec.is_tied else HEAD
-        self._weights.wait_for([name])
-        return self._one(name)
+        return self._awaited("embedding" if self._spec.is_tied else "head")
 
-    def _one(self, name: str) -> Tensor:
-        return self._weights.tensor(name).to(device=self._device, dtype=self._dtype)
+    def _awaited(self, role: str) -> Tensor:
+        self._weights.wait_for(self._names[None, role])
+        return self._get(None, role)
 
-    def _fused(self, prefix: str, parts: Sequence[str], kind: str) -> Tensor:
-        tensor = self._weights.fused([f"{prefix}{part}.{kind}" for part in parts])
+    def _norm(self, layer: int | None, role: str) -> NormWeights | None:
+        weight_M = self._norm_weight(layer, role)
+        return None if weight_M is None else NormWeights(weight_M, self._found(layer, role + ".bias"))
+
+    def _norm_weight(self, layer: int | None, role: str) -> Tensor | None:
+        weight = self._found(layer, role + ".weight")
+        if weight is None or not self._spec.norm_offset:
+            return weight
+        # In float32, as such a family is trained: in 16 bits the sum would lose the weight's lower bits.
+        return weight.float() + self._spec.norm_offset
+
+    def _matrix(self, layer: int, role: str) -> Tensor:
+        matrix = self._get(layer, role + ".weight")
+        return matrix.T if self._spec.is_transposed else matrix
+
+    def _found(self, layer: int | None, role: str) -> Tensor | None:
+        return self._get(layer, role) if (layer, role) in self._names else None
+
+    def _get(self, layer: int | None, role: str) -> Tensor:
+        names = self._names[layer, role]
+        tensor = self._weights.tensor(names[0]) if len(names) == 1 else self._weights.fused(names)
         return tensor.to(device=self._device, dtype=self._dtype)
 
 
@@ -96,7 +167,7 @@ def check_shapes(spec: DecoderSpec, weights: Weights) -> None:
             )
 
 
-def _part_of(name: str) -> str:
-    """`model.layers.7.` for a layer's tensor, otherwise the tensor's own name."""
-    pieces = name.split(".")
-    return ".".join(pieces[:3]) + "." if pieces[1] == "layers" else name
+def compute_dtype(spec: DecoderSpec, weights: Weights) -> torch.dtype:
+    """Choose the dtype in which a checkpoint is computed: that of its projections, so that they stay views."""
+    name = next(slot.name for slot in tensor_slots(spec) if slot.role == "qkv.weight")
+    return weights.tensor(name).dtype

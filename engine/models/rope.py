@@ -10,17 +10,23 @@ from nearline.protocol import DecoderSpec, RopeScaling
 INITIAL_POSITIONS = 2048
 
 
-def inverse_frequencies(spec: DecoderSpec) -> tuple[Tensor, float]:
-    """Compute the inverse frequency of each pair of head dimensions and the factor on cosines and sines.
+def inverse_frequencies(spec: DecoderSpec, is_sliding: bool = False) -> tuple[Tensor, float]:
+    """Compute the inverse frequency of each pair of turned head dims and the factor on cosines and sines.
 
-    Shapes: [D/2]. "dynamic" stretches only beyond `max_context_tokens`, where no sequence goes, so it is the default.
+    `is_sliding`: those of sliding layers. Shapes: [R/2] for R turned dims, D in most families. "dynamic" stretches
+    only beyond `max_context_tokens`, where no sequence goes, so it is the default.
     Source: transformers `modeling_rope_utils`, same formulas in the same precision.
     """
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    dim, scaling = spec.rotary_dim or spec.head_dim, spec.rope_scaling
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    if is_sliding and spec.sliding_rope_theta is not None:
+        return 1.0 / (spec.sliding_rope_theta**exponents), 1.0
     plain = 1.0 / (spec.rope_theta**exponents)
-    scaling = spec.rope_scaling
     if scaling is None or scaling.kind == "dynamic":
         return plain, 1.0
+    if scaling.kind == "longrope":
+        divisors = torch.tensor(scaling.divisors, dtype=torch.float32)
+        return 1.0 / (divisors * spec.rope_theta**exponents), scaling.value("attention_factor", 1.0)
     if scaling.kind == "linear":
         return plain / scaling.value("factor", 1.0), 1.0
     if scaling.kind == "llama3":
@@ -29,10 +35,10 @@ def inverse_frequencies(spec: DecoderSpec) -> tuple[Tensor, float]:
 
 
 class RopeTable:
-    """cos ‖ sin per position, [S, D] in fp32 (first half cosines). Grows to the positions in use."""
+    """cos ‖ sin per position, [S, R] for R turned dims in fp32 (first half cosines). Grows to the positions in use."""
 
-    def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
-        inverse, self._factor = inverse_frequencies(spec)
+    def __init__(self, spec: DecoderSpec, device: torch.device, is_sliding: bool = False) -> None:
+        inverse, self._factor = inverse_frequencies(spec, is_sliding)
         self._inverse = inverse.to(device)
         self.table_SD = self._table(min(INITIAL_POSITIONS, spec.max_context_tokens))
 
@@ -65,7 +71,7 @@ def _yarn(wavelengths: Tensor, spec: DecoderSpec, scaling: RopeScaling) -> tuple
     """Interpolate slow dimensions, keep fast ones, ramp between; cosines and sines grow with log(factor)."""
     factor = scaling.value("factor", 1.0)
     original = scaling.value("original_max_position_embeddings", spec.max_context_tokens)
-    dim, base = spec.head_dim, spec.rope_theta
+    dim, base = spec.rotary_dim or spec.head_dim, spec.rope_theta
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from nearline.engine.runner import Runner, RunnerConfig, compute_dtype
+from nearline.engine.models.layers import compute_dtype
+from nearline.engine.runner import Runner, RunnerConfig
 from nearline.engine.types import Batch
 from nearline.protocol import SamplingParams
 from nearline.protocol.errors import CheckpointCorrupt, OutOfMemory
@@ -185,7 +186,7 @@ def test_weights_of_the_compute_dtype_are_not_copied(tiny_model: Callable[..., A
     harness.generate([harness.sequence(prompt(3))], 1)
     stored = harness.weights.tensors["model.layers.1.mlp.down_proj.weight"]
     assert harness.runner.decoder.layers[1].down_MF.data_ptr() == stored.data_ptr()
-    assert compute_dtype(harness.weights) == torch.bfloat16
+    assert compute_dtype(harness.runner.spec, harness.weights) == torch.bfloat16
 
 
 def test_the_warm_up_runs_every_path_without_a_model() -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from nearline.controller.templates import ChatTemplate, Message, choose_template
 from nearline.controller.text_stream import Detokenizer
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
-from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
+from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedCheckpoint
 
 FetchFile = Callable[[Digest, str], Awaitable[bytes]]
 Files = Mapping[str, bytes]
@@ -65,8 +65,14 @@ class TextModel:
         other.__dict__ = {**self.__dict__, "_templates": templates, "_compiled": {}}
         return other
 
-    async def encode(self, text: str, add_special: bool = True) -> tuple[int, ...]:
-        """Turn text into token ids, with the model's beginning-of-text token in front when `add_special`."""
+    async def encode(
+        self, text: str, add_special: bool = True, max_chars: int | None = None, param: str = "prompt"
+    ) -> tuple[int, ...]:
+        """Turn text into token ids, with the model's beginning-of-text token in front when `add_special`.
+
+        Raises ContextLengthExceeded, naming `param`, for a text so long that tokenising it would be in vain.
+        """
+        check_chars(len(text), max_chars, param)
         if len(text) <= INLINE_CHARS:
             return self._encode(text, add_special)
         return await asyncio.to_thread(self._encode, text, add_special)
@@ -85,11 +91,18 @@ class TextModel:
         return tuple(ids)
 
     async def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any] | None,
+        max_chars: int | None = None,
     ) -> tuple[int, ...]:
-        """Turn a conversation into the token ids of its prompt. Raises InvalidRequest when no template fits."""
+        """Turn a conversation into the token ids of its prompt.
+
+        Raises InvalidRequest when no template fits, ContextLengthExceeded as `encode` does.
+        """
         prompt = await self._template(bool(tools)).render(messages, tools, options)
-        return await self.encode(prompt, add_special=False)
+        return await self.encode(prompt, add_special=False, max_chars=max_chars, param="messages")
 
     def _template(self, has_tools: bool) -> ChatTemplate:
         source = choose_template(self._templates, has_tools)
@@ -146,6 +159,16 @@ class _TokenBytes:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
+
+
+def check_chars(num_chars: int, max_chars: int | None, param: str) -> None:
+    """Refuse a text that is too long whatever its tokens are. Raises ContextLengthExceeded."""
+    if max_chars is not None and num_chars > max_chars:
+        raise ContextLengthExceeded(
+            f"the text has {num_chars} characters, more than the {max_chars} this model's context could ever hold;"
+            " shorten it",
+            param=param,
+        )
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -9,16 +9,20 @@ from nearline.controller.generation import Call
 from nearline.controller.http.door import Caller, Door
 from nearline.controller.http.schemas import ChatFields, MessageBody, SamplingBody
 from nearline.controller.registry import Target
-from nearline.controller.text import TextModel
+from nearline.controller.text import TextModel, check_chars
 from nearline.protocol import RequestId, SamplingParams
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
 from nearline.protocol.request import Request
 
 _SEED_MASK = 2**63 - 1
 UNLIMITED = 1 << 30
+MAX_CHARS_PER_TOKEN = 16
+"""A text with more characters than this times the context is refused unread: prose has about four a token."""
 
 
-async def chat_prompt(text: TextModel, body: ChatFields, messages: list[MessageBody]) -> tuple[int, ...]:
+async def chat_prompt(
+    target: Target, text: TextModel, body: ChatFields, messages: list[MessageBody]
+) -> tuple[int, ...]:
     """Render and tokenise a conversation. Raises InvalidRequest for what we cannot honour."""
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(
@@ -28,18 +32,19 @@ async def chat_prompt(text: TextModel, body: ChatFields, messages: list[MessageB
         raise InvalidRequest("a forced tool call is not supported yet; use tool_choice auto", param="tool_choice")
     tools = None if body.tool_choice == "none" else body.tools
     plain = [message.model_dump() for message in messages]
-    return await text.encode_chat(plain, tools, body.chat_template_kwargs)
+    return await text.encode_chat(plain, tools, body.chat_template_kwargs, _max_chars(target))
 
 
-async def text_prompt(text: TextModel, prompt: str | list[int], vocab_size: int) -> tuple[int, ...]:
+async def text_prompt(target: Target, text: TextModel, prompt: str | list[int]) -> tuple[int, ...]:
     """Tokenise a raw prompt, or check the token ids a client made itself."""
     if isinstance(prompt, str):
-        ids = await text.encode(prompt)
+        ids = await text.encode(prompt, max_chars=_max_chars(target))
     else:
-        ids = tuple(prompt)
-        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        _room(target, len(prompt), "prompt")
+        ids, size = tuple(prompt), vocab_size(target, text)
+        wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
-            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size} ids", param="prompt")
+            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {size} ids", param="prompt")
     if not ids and text.bos_token_id is not None:
         ids = (text.bos_token_id,)
     if not ids:
@@ -93,6 +98,19 @@ def choices(call: Call, n: int) -> list[Call]:
         again = replace(request, request_id=RequestId(f"{request.request_id}-{index}"), sampling=sampling)
         calls.append(replace(call, request=again))
     return calls
+
+
+def check_length(target: Target, prompt: str | list[int]) -> None:
+    """Refuse a prompt that could not fit whatever its tokens are. Raises ContextLengthExceeded."""
+    if isinstance(prompt, str):
+        check_chars(len(prompt), _max_chars(target), "prompt")
+    else:
+        _room(target, len(prompt), "prompt")
+
+
+def _max_chars(target: Target) -> int | None:
+    limit = target.model.checkpoint.max_context_tokens
+    return limit * MAX_CHARS_PER_TOKEN if limit else None
 
 
 def _room(target: Target, num_prompt_tokens: int, param: str) -> int:

@@ -10,9 +10,10 @@ from aiohttp import web
 
 from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
-from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt, vocab_size
+from nearline.controller.http.bodies import Data, read_body
+from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
-from nearline.controller.http.schemas import FunctionBody, parse
+from nearline.controller.http.schemas import FunctionBody
 from nearline.controller.http.sse import stream_events
 from nearline.controller.jobs import Job, JobRequest
 from nearline.controller.registry import Target
@@ -32,7 +33,7 @@ class Invocation:
         self._answer = answer
 
     @classmethod
-    async def open(cls, door: Door, caller: Caller, name: str, data: bytes | str) -> "Invocation":
+    async def open(cls, door: Door, caller: Caller, name: str, data: Data) -> "Invocation":
         """Validate, tokenise and start. Raises NearlineError; nothing runs then."""
         target, body, call = await prepare(door, caller, name, data)
         return cls(name, body, Answer(door, target, [call]))
@@ -56,16 +57,16 @@ class Invocation:
         return {"usage": self._answer.usage, "timings": self._answer.timings}
 
 
-async def prepare(door: Door, caller: Caller, name: str, data: bytes | str) -> tuple[Target, FunctionBody, Call]:
+async def prepare(door: Door, caller: Caller, name: str, data: Data) -> tuple[Target, FunctionBody, Call]:
     """Do everything short of running. Raises NearlineError."""
-    body = parse(FunctionBody, data)
+    body = await read_body(FunctionBody, data)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
     target, text = await load(door, name)
     if body.messages is not None:
-        prompt = await chat_prompt(text, body, body.messages)
+        prompt = await chat_prompt(target, text, body, body.messages)
     else:
-        prompt = await text_prompt(text, body.prompt or "", vocab_size(target, text))
+        prompt = await text_prompt(target, text, body.prompt or "")
     return target, body, make_call(caller, target, text, prompt, body, DEFAULT_MAX_TOKENS)
 
 

@@ -1,18 +1,19 @@
 """/v1/jobs: submit, look, wait, cancel, list; and how a worker runs one."""
 
-import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
+from nearline.controller.http.bodies import read_body
+from nearline.controller.http.calls import check_length
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.functions import Invocation, accepted, idempotency_key, job_object, preferred_wait_s
 from nearline.controller.http.functions import prepare as prepare_function
 from nearline.controller.http.openai_chat import ChatCompletion
-from nearline.controller.http.openai_completions import Completion
-from nearline.controller.http.schemas import ChatBody, CompletionBody, JobBody, parse
+from nearline.controller.http.openai_completions import Completion, prompts_of
+from nearline.controller.http.schemas import ChatBody, CompletionBody, JobBody
 from nearline.controller.jobs import Job, JobRequest
 from nearline.protocol import Slo, SloClass
 from nearline.protocol.errors import InvalidRequest
@@ -24,7 +25,7 @@ SOON_S = 120.0
 
 async def submit(request: web.Request) -> web.StreamResponse:
     door, tenant = door_of(request), tenant_of(request)
-    body = parse(JobBody, await request.read())
+    body = await read_body(JobBody, await request.read())
     await _check(door, Caller(tenant), body)
     job_request = JobRequest(
         tenant=tenant,
@@ -60,12 +61,16 @@ async def list_jobs(request: web.Request) -> web.StreamResponse:
 
 async def _check(door: Door, caller: Caller, body: JobBody) -> None:
     """Find what is wrong before the job is accepted. Raises NearlineError."""
-    text = json.dumps({**body.input, "model": body.model})
+    data = {**body.input, "model": body.model}
     if body.endpoint == "function":
-        await prepare_function(door, caller, body.model, text)
-    else:
+        await prepare_function(door, caller, body.model, data)
+    elif body.endpoint == "/v1/chat/completions":
         door.registry.resolve(body.model)
-        parse(ChatBody if body.endpoint == "/v1/chat/completions" else CompletionBody, text)
+        await read_body(ChatBody, data)
+    else:
+        target, completion = door.registry.resolve(body.model), await read_body(CompletionBody, data)
+        for prompt in prompts_of(completion):
+            check_length(target, prompt)
 
 
 async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:
@@ -73,7 +78,7 @@ async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) 
     left_s = max(job.deadline_at - time.time(), 1.0)
     slo_class = SloClass.BATCH_1M if left_s <= SOON_S else SloClass.BATCH_1H
     caller = Caller(job.tenant, Slo(slo_class, deadline_s=left_s))
-    data = json.dumps({**job.body, "deadline_s": left_s})
+    data = {**job.body, "deadline_s": left_s}
     running: Invocation | ChatCompletion | Completion
     if job.endpoint == "function":
         running = await Invocation.open(door, caller, job.model, data)

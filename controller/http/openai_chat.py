@@ -8,10 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from nearline.controller.http.answers import Answer, OnFirstToken
+from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import UNLIMITED, chat_prompt, choices, load, make_call
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.logprobs import chat_logprobs
-from nearline.controller.http.schemas import ChatBody, parse
+from nearline.controller.http.schemas import ChatBody
 from nearline.controller.http.sse import stream_events
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta
@@ -29,13 +30,13 @@ class ChatCompletion:
         self._created = int(time.time())
 
     @classmethod
-    async def open(cls, door: Door, caller: Caller, data: bytes | str) -> "ChatCompletion":
+    async def open(cls, door: Door, caller: Caller, data: Data) -> "ChatCompletion":
         """Validate, tokenise and start. Raises NearlineError; nothing runs then."""
-        body = parse(ChatBody, data)
+        body = await read_body(ChatBody, data)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         target, text = await load(door, body.model)
-        prompt = await chat_prompt(text, body, body.messages)
+        prompt = await chat_prompt(target, text, body, body.messages)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         call = make_call(caller, target, text, prompt, body, UNLIMITED, logprobs)
         return cls(body, text, Answer(door, target, choices(call, body.n or 1)))

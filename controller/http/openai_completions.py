@@ -9,10 +9,11 @@ from aiohttp import web
 
 from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
-from nearline.controller.http.calls import choices, load, make_call, text_prompt, vocab_size
+from nearline.controller.http.bodies import Data, read_body
+from nearline.controller.http.calls import choices, load, make_call, text_prompt
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.logprobs import completion_logprobs
-from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody, parse
+from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody
 from nearline.controller.http.sse import stream_events
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta
@@ -33,19 +34,19 @@ class Completion:
         self._created = int(time.time())
 
     @classmethod
-    async def open(cls, door: Door, caller: Caller, data: bytes | str) -> "Completion":
+    async def open(cls, door: Door, caller: Caller, data: Data) -> "Completion":
         """Validate, tokenise and start. Raises NearlineError; nothing runs then."""
-        body = parse(CompletionBody, data)
+        body = await read_body(CompletionBody, data)
         _check(body)
         target, text = await load(door, body.model)
         n = body.n or 1
         calls: list[Call] = []
         echoes: list[str] = []
-        prompts = _prompts(body)
+        prompts = prompts_of(body)
         if len(prompts) * n > MAX_CHOICES:
             raise InvalidRequest(f"{len(prompts)} prompts of {n} choices are more than {MAX_CHOICES}", param="prompt")
         for prompt in prompts:
-            ids = await text_prompt(text, prompt, vocab_size(target, text))
+            ids = await text_prompt(target, text, prompt)
             call = make_call(caller, target, text, ids, body, DEFAULT_MAX_TOKENS, body.logprobs)
             calls += choices(call, n)
             echoed = "" if not body.echo else prompt if isinstance(prompt, str) else text.decode(prompt)
@@ -97,7 +98,8 @@ def _check(body: CompletionBody) -> None:
         raise InvalidRequest("suffix is not supported; put both parts into the prompt", param="suffix")
 
 
-def _prompts(body: CompletionBody) -> list[str | list[int]]:
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts of a body, one or many. Raises InvalidRequest for an empty list."""
     if body.prompt is None:
         return [""]
     if isinstance(body.prompt, str):

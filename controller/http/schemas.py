@@ -144,10 +144,10 @@ class AdapterBody(Body):
     replace: bool = False
 
 
-def parse(cls: type[B], data: bytes | str) -> B:
-    """Read a JSON body. Raises InvalidRequest naming the first field that is wrong."""
+def parse(cls: type[B], data: bytes | str | dict[str, Any]) -> B:
+    """Read a JSON body, or one already read as an object. Raises InvalidRequest naming the first wrong field."""
     try:
-        return cls.model_validate_json(data)
+        return cls.model_validate(data) if isinstance(data, dict) else cls.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if first["type"] == "json_invalid":

@@ -140,12 +140,13 @@ INLINE void tile_of(const linear_args *args, long token, long output, long left,
 
 INLINE void span(const linear_args *args, long first, int dt) {
     long row_bytes = args->dim * width_of(dt);
+    long ahead = OUTPUTS_PER_TILE * (row_bytes <= 2048 ? 2 : 1); /* short rows leave little time: ask earlier */
     for (long panel = 0; panel < args->num_tokens; panel += TOKENS_PER_PANEL) {
         long end = panel + TOKENS_PER_PANEL < args->num_tokens ? panel + TOKENS_PER_PANEL : args->num_tokens;
         long num_tiles = (end - panel + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
         long lines = num_tiles >= 4 ? 1 : num_tiles >= 2 ? 2 : 4; /* per tile, so that the tiles share the four rows */
         for (long n = first; n < args->num_outputs; n += OUTPUTS_PER_TILE) {
-            const char *next = (const char *)args->w + (n + OUTPUTS_PER_TILE) * row_bytes;
+            const char *next = (const char *)args->w + (n + ahead) * row_bytes;
             const char *stop = next + OUTPUTS_PER_TILE * row_bytes;
             for (long t = panel; t < end; t += ROWS_PER_TILE, next += lines * row_bytes)
                 tile_of(args, t, n, end - t, dt, next, next < stop ? lines : 0);

@@ -74,8 +74,9 @@ class RuntimeConfig:
     """Rises with every new leader; agents refuse a leader with a smaller one."""
     report_interval_s: Seconds = 1.0
     """How often node agents report. > 0."""
-    heartbeat_s: Seconds = 5.0
-    """How often a silent link is probed; a dead peer is noticed within one and a half of these. > 0."""
+    link_patience_s: Seconds = 12.0
+    """Silence after which a node's link counts as dead; agents speak every `report_interval_s`. A second in which
+    either side is busy must not cost a link. > 0."""
     check_interval_s: Seconds = 5.0
     """How often the core's invariants are checked while it runs. > 0."""
     journal_directory: str | None = None

@@ -90,7 +90,7 @@ class NodeLinks:
         if self._config.node_token and not hmac.compare_digest(shown, f"Bearer {self._config.node_token}".encode()):
             raise Unauthorized("this node's token is not the controller's; start it with the same --token-file")
         socket = web.WebSocketResponse(
-            heartbeat=self._config.heartbeat_s, max_msg_size=MAX_FRAME_BYTES, compress=False, autoclose=True
+            receive_timeout=self._config.link_patience_s, max_msg_size=MAX_FRAME_BYTES, compress=False, autoclose=True
         )
         await socket.prepare(request)
         try:
@@ -117,6 +117,8 @@ class NodeLinks:
                     await link.read(self._owner)
                 except WireError as error:
                     log.error("node link speaks another language", node=link.node_id, error=str(error))
+                except TimeoutError:
+                    log.warning("node link fell silent", node=link.node_id, seconds=self._config.link_patience_s)
                 finally:
                     link.close()
         finally:

@@ -12,9 +12,13 @@ from nearline.protocol import MessageCodec, Seconds, WireError, encode
 from nearline.protocol.frames import Report, ToAgent, Welcome
 
 HEARTBEAT_S: Seconds = 2.0
-"""A ping goes out this often; a peer that leaves one unanswered for half as long again is gone."""
+"""A ping goes out this often, so that a living peer is never silent for long."""
+PATIENCE_S: Seconds = 12.0
+"""A peer silent for this long is gone. It must outlast a controller that is busy for some seconds: dropping the link
+costs every stream of this node a second start. A socket that closes is noticed at once anyway."""
 WELCOME_TIMEOUT_S: Seconds = 5.0
 CONNECT_TIMEOUT_S: Seconds = 5.0
+CLOSE_TIMEOUT_S: Seconds = 1.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _CODEC = MessageCodec(ToAgent)
@@ -72,10 +76,15 @@ class ControllerLink:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S + WELCOME_TIMEOUT_S) as limit:
                 async with session.ws_connect(
-                    self._url, heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=0
+                    self._url,
+                    timeout=aiohttp.ClientWSTimeout(ws_receive=PATIENCE_S, ws_close=CLOSE_TIMEOUT_S),
+                    max_msg_size=MAX_MESSAGE_BYTES,
+                    compress=0,
                 ) as ws:
                     return await self._speak(ws, limit)
-        except (aiohttp.ClientError, OSError, TimeoutError, WireError) as error:
+        except TimeoutError:
+            return f"the controller was silent for {PATIENCE_S:g} s" if self.is_up else "no welcome in time"
+        except (aiohttp.ClientError, OSError, WireError) as error:
             return str(error) or type(error).__name__
         finally:
             self._is_open = False
@@ -86,7 +95,7 @@ class ControllerLink:
         self._outbox.clear()
         self._is_open = True
         self.send(self._hello(local[0]))
-        sender = asyncio.create_task(self._send_outbox(ws))
+        tasks = [asyncio.create_task(self._send_outbox(ws)), asyncio.create_task(_ping_forever(ws))]
         try:
             async for message in ws:
                 if message.type is not aiohttp.WSMsgType.BINARY:
@@ -101,8 +110,9 @@ class ControllerLink:
                 self._on_message(said)
             return f"closed by the controller ({ws.close_code})"
         finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_outbox(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         try:
@@ -113,6 +123,12 @@ class ControllerLink:
                     await ws.send_bytes(self._outbox.popleft())
         except (aiohttp.ClientError, OSError):
             await ws.close()  # wakes the receiver, which says the link is lost
+
+
+async def _ping_forever(ws: aiohttp.ClientWebSocketResponse) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        await ws.ping()
 
 
 def _socket_url(controller_url: str) -> str:

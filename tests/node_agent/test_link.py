@@ -3,7 +3,8 @@
 import asyncio
 from typing import Any
 
-from aiohttp import web
+import pytest
+from aiohttp import WSMsgType, web
 
 from nearline.node_agent import link as link_module
 from nearline.node_agent.link import ControllerLink
@@ -59,15 +60,39 @@ class Peer:
                 await self.news.wait()
 
 
-async def test_a_peer_that_falls_silent_is_noticed_in_seconds() -> None:
-    async def answer_no_pings(ws: web.WebSocketResponse, _: int) -> None:
-        await ws.send_bytes(encode(Welcome(1.0, 1)))
-        await asyncio.sleep(60)
+async def answer_no_pings(ws: web.WebSocketResponse, _: int) -> None:
+    await ws.send_bytes(encode(Welcome(1.0, 1)))
+    await asyncio.sleep(60)
 
+
+async def test_a_peer_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert link_module.PATIENCE_S <= 15
+    monkeypatch.setattr(link_module, "PATIENCE_S", 1.0)
     async with Peer(answer_no_pings) as peer:
         await peer.until("Welcome", 1, 5)
-        await peer.until("lost", 1, 2.5 * link_module.HEARTBEAT_S)
+        await peer.until("lost", 1, 3)
         await peer.until("Welcome", 2, 5)
+
+
+async def test_a_peer_that_is_busy_for_some_seconds_keeps_its_link() -> None:
+    async with Peer(answer_no_pings) as peer:
+        await peer.until("Welcome", 1, 5)
+        await asyncio.sleep(2.5 * link_module.HEARTBEAT_S)
+        assert peer.events == ["Welcome"]
+
+
+async def test_answers_to_pings_keep_a_quiet_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer_pings(ws: web.WebSocketResponse, _: int) -> None:
+        await ws.send_bytes(encode(Welcome(1.0, 1)))
+        while (message := await ws.receive()).type is WSMsgType.PING:
+            await ws.pong(message.data)
+
+    monkeypatch.setattr(link_module, "PATIENCE_S", 0.6)
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.1)
+    async with Peer(answer_pings) as peer:
+        await peer.until("Welcome", 1, 5)
+        await asyncio.sleep(1.2)
+        assert peer.events == ["Welcome"]
 
 
 async def test_a_link_that_closes_is_dialled_again_quickly_for_ever() -> None:

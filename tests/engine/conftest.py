@@ -128,15 +128,16 @@ def tiny_model() -> Callable[..., Any]:
     def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
         import transformers
 
-        config = getattr(transformers, f"{family}Config")(**(TINY | overrides))
+        cls = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")
+        config = cls.config_class(**(TINY | overrides))
         config._attn_implementation = "eager"
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        model = cls(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Norms of 1 and biases of 0 would hide a weight that is not read; large ones make logits differ.
                 spread = 0.2 if parameter.dim() == 1 else 0.1
-                parameter.copy_(torch.randn_like(parameter) * spread + ("norm" in name))
+                parameter.copy_(torch.randn_like(parameter) * spread + ("norm" in name or ".ln_" in name))
                 # Parameters only, as from_pretrained does: rotary buffers stay in float32.
                 parameter.data = parameter.data.to(dtype)
         return model

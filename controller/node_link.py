@@ -34,12 +34,14 @@ class NodeLink:
         self.node_id = node_id
         self._socket = socket
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._is_closing = False
 
     def send(self, frame: ToAgent) -> None:
         self._outbox.put_nowait(encode(frame))
 
     def close(self) -> None:
-        """End the link once what was sent before is written."""
+        """End the link once what was sent before is written. What still comes in is void."""
+        self._is_closing = True
         self._outbox.put_nowait(None)
 
     async def write(self) -> None:
@@ -57,6 +59,8 @@ class NodeLink:
         async for message in self._socket:
             if message.type is not WSMsgType.BINARY:
                 raise WireError(f"expected a binary message, got {message.type.name}")
+            if self._is_closing:
+                break
             owner.frame_received(self.node_id, _INBOUND.decode(message.data))
 
 

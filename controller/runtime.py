@@ -198,6 +198,7 @@ class Runtime:
     # ---- the links (node_link.LinkOwner) ----
 
     def node_joined(self, report: NodeReport) -> None:
+        self._imports.node_lost(report.node_id)  # what it was asked over an earlier link, nobody will answer
         self._track_all(report)
         self._post(happened.NodeJoined(report))
 

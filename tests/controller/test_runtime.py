@@ -36,6 +36,7 @@ from nearline.protocol.errors import (
 from nearline.protocol.frames import (
     CancelImport,
     EnsureInstance,
+    EvictCheckpoint,
     ImportCheckpoint,
     ImportFailed,
     ImportFinished,
@@ -247,6 +248,25 @@ async def test_an_import_whose_caller_leaves_is_cancelled_and_one_whose_node_lea
         await agent.hang_up()
         with pytest.raises(NodeLost):
             await abandoned
+
+
+async def test_a_link_replaced_by_a_newer_one_fails_its_errands_and_is_heard_no_more(fleet: Fleet) -> None:
+    async with fleet.agent() as older:
+        await eventually(lambda: older.welcome is not None)
+        asked = fleet.runtime.import_checkpoint(CheckpointKind.MODEL, "/models/x")
+        waiting = asyncio.ensure_future(anext(asked))
+        evicting = asyncio.ensure_future(fleet.runtime.evict_checkpoint(model("a").checkpoint.digest))
+        await eventually(lambda: sum(isinstance(f, (ImportCheckpoint, EvictCheckpoint)) for f in older.received) == 2)
+        async with fleet.agent() as newer:
+            await eventually(lambda: newer.welcome is not None)
+            for task in (waiting, evicting):
+                with pytest.raises(NodeLost):
+                    await asyncio.wait_for(task, 2.0)
+            again = asyncio.ensure_future(anext(fleet.runtime.import_checkpoint(CheckpointKind.MODEL, "/models/x")))
+            await eventually(lambda: any(isinstance(f, ImportCheckpoint) for f in newer.received))
+            task_id = next(f.task_id for f in newer.received if isinstance(f, ImportCheckpoint))
+            await newer.send(ImportFinished(task_id, checkpoint("new")))
+            assert isinstance(await again, ImportFinished)
 
 
 async def test_files_come_from_a_node_that_holds_them(fleet: Fleet) -> None:

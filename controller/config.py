@@ -54,6 +54,10 @@ class CoreConfig:
     """Crashes in a row that a request may see without one new token: then it is the cause, and fails alone. >= 2."""
     scale_out_factor: float = 1.0
     """A further replica starts when more requests wait than this times what the replicas run at once. > 0."""
+    refusal_quantile: float = 0.1
+    """A deadline is out of reach when even this quantile of the estimated end is later. In (0, 1)."""
+    max_wait_targets: float = 3.0
+    """A request is told to come back when it would wait longer than this times its class's target. > 0."""
     tenant_weights: tuple[tuple[TenantId, float], ...] = ()
     """Shares of tenants that wait for the same model; a tenant that is not listed weighs 1. Each > 0."""
 

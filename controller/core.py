@@ -63,7 +63,7 @@ class ControllerCore:
             case RequestCancelled(request_id, num_generated):
                 self._requests.cancelled(request_id, num_generated, now)
             case FirstToken(request_id, attempt):
-                self._requests.first_token(request_id, attempt)
+                self._requests.first_token(request_id, attempt, now)
             case SequenceEnded():
                 self._requests.sequence_ended(event, now)
             case InstanceChanged(node_id, status):
@@ -163,6 +163,8 @@ class ControllerCore:
                 self._machines.stop(instance, self.config.stop_drain_s, "its model was removed or replaced", now)
         if not model.instances:
             del self.fleet.models[model.key]
+            if model.spec.model_id not in self.fleet.current:
+                self.fleet.promises.forget(model.spec.model_id)
             self._capacity.consider(model)
 
     def _time_came(self, kind: str, name: str, now: Seconds) -> None:

@@ -1,5 +1,6 @@
 """How long things will take: starting a model on a node, and the wait worth naming in Retry-After. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nearline.controller.policy.views import ModelView, NodeView
@@ -48,6 +49,15 @@ def bytes_by_tier(node: NodeView, digest: Digest, num_bytes: Bytes) -> tuple[Byt
     dram = min(num_bytes, row.dram_bytes) if row else 0
     stored = min(num_bytes, max(dram, row.ssd_bytes)) if row else 0
     return dram, stored - dram, num_bytes - stored
+
+
+def start_s(model: ModelView, nodes: Iterable[NodeView], now: Seconds) -> Seconds:
+    """Estimate how soon a model without a usable instance may have one: at best, if a slot is free for it."""
+    coming = [i.created_at + i.estimate_s - now for i in model.instances.values() if i.is_live and not i.is_usable]
+    if not coming:
+        holders = [node for node in nodes if node.is_connected and node.holds(model.digest)]
+        coming = [startup(node, model.digest, model.num_bytes, now).total_s for node in holders]
+    return max(0.0, min(coming, default=0.0))
 
 
 def retry_after_s(model: ModelView) -> Seconds:

@@ -1,6 +1,7 @@
 """What operators see: vLLM's metric names where they exist, `nearline_*` for what only a serverless platform has.
 
-Labels are bounded: registered model ids, routes, states and error codes; never request ids, tenants or adapters.
+Labels are bounded: registered model ids, routes, states, error codes, and for promises the tenants with a key (at most
+4096 rows, see promises.py); never request ids or adapters.
 """
 
 from collections import Counter as Counts
@@ -44,6 +45,9 @@ class Metrics:
         self.jobs = self._gauge("nearline_jobs", "Jobs: active, delayed, dead.", ["state"])
         self.http = self._counter("nearline_http_requests", "HTTP requests.", ["route", "method", "status"])
         self.in_flight = self._gauge("nearline_http_requests_in_flight", "HTTP requests now.", [])
+        promise = [*model, "slo_class", "tenant", "outcome"]
+        self.promises = self._gauge("nearline_slo_requests", "Requests by what became of their promise.", promise)
+        self.coverage = self._gauge("nearline_wait_coverage", "Waits within their quantile.", [*model, "quantile"])
         self._models: dict[ModelId, ModelMetrics] = {}
 
     def _histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
@@ -70,7 +74,7 @@ class Metrics:
 
     def observe(self, snapshot: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Set the gauges from a snapshot of the fleet."""
-        for gauge in (self.running, self.waiting, self.kv_usage, self.instances):
+        for gauge in (self.running, self.waiting, self.kv_usage, self.instances, self.promises, self.coverage):
             gauge.clear()
         self.nodes.set(sum(row["is_connected"] for row in snapshot["nodes"]))
         used: Counts[str] = Counts()
@@ -82,6 +86,12 @@ class Metrics:
         for row in snapshot["models"]:
             self.running.labels(row["id"]).inc(row["num_running"])
             self.waiting.labels(row["id"]).inc(row["num_waiting"])
+            if row["prediction"]["num_waits"] and not row["is_retired"]:
+                for quantile, part in row["prediction"]["wait_coverage"].items():
+                    self.coverage.labels(row["id"], quantile).set(part)
+        for row in snapshot.get("promises", ()):
+            for outcome in ("met", "missed", "refused"):
+                self.promises.labels(row["model"], row["slo_class"], row["tenant"], outcome).set(row[outcome])
         for model, tokens in total.items():
             self.kv_usage.labels(model).set(used[model] / tokens if tokens else 0.0)
 

@@ -15,6 +15,7 @@ from nearline.controller.config import target_s
 from nearline.controller.events import RequestInfo
 from nearline.controller.policy.fairness import VirtualCounters
 from nearline.controller.policy.prediction import Features, shortest_first
+from nearline.controller.policy.waiting import Wait
 from nearline.protocol import Digest, InstanceId, ModelId, RequestId, Seconds, SloClass, TenantId
 
 
@@ -35,7 +36,7 @@ class RequestRecord:
 
     `order` is its place among all arrivals; `num_fruitless` counts crashes in a row that it saw without a token.
     `predicted_tokens` and `length_bucket` stay as they were at its arrival; `charged_tokens` are the output tokens its
-    tenant was charged for (None: it never ran).
+    tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival, before calibration.
     """
 
     info: RequestInfo
@@ -52,6 +53,8 @@ class RequestRecord:
     predicted_tokens: float = 0.0
     length_bucket: int = 0
     charged_tokens: float | None = None
+    first_token_at: Seconds | None = None
+    raw_wait: Wait | None = None
 
     @property
     def target_s(self) -> Seconds:
@@ -199,6 +202,32 @@ class VirtualQueue:
                     heads.setdefault(tenant, []).append(head)
             for tenant in self._counters[slo_class].order(heads):
                 yield from shortest_first(heads[tenant], now)
+
+    def ahead_of(self, request: RequestRecord) -> dict[int, float]:
+        """Estimate how many requests of each length bucket run before a new one, if the queue were to stay as it is.
+
+        All of classes that are due before it; of its own class those of its tenant that are not longer, and of each
+        other tenant as many as its turns come to meanwhile.
+        """
+        slo_class, due_at, tenant = request.info.slo.slo_class, request.due_at, request.info.tenant
+        ahead: dict[int, float] = {}
+        totals: dict[TenantId, int] = {}
+        own = [group for group in self.busy_groups.values() if group.key.slo_class is slo_class]
+        for group in own:
+            for name, line in group.lines.items():
+                totals[name] = totals.get(name, 0) + len(line)
+        turns = totals.get(tenant, 0) + 1
+        for group in self.busy_groups.values():
+            bucket, count = group.key.length_bucket, 0.0
+            if group.key.slo_class is not slo_class:
+                count = float(len(group.waiting)) if group.head().due_at <= due_at else 0.0
+            else:
+                for name, line in group.lines.items():
+                    share = float(bucket <= request.length_bucket) if name == tenant else min(1.0, turns / totals[name])
+                    count += share * len(line)
+            if count:
+                ahead[bucket] = ahead.get(bucket, 0.0) + count
+        return ahead
 
     def shortest_target_s(self) -> Seconds:
         """The strictest promise among the heads of the waiting groups."""

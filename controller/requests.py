@@ -3,10 +3,11 @@
 from nearline.controller.actions import AbortSequence, Dispatch, Reject
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
-from nearline.controller.estimate import retry_after_s
+from nearline.controller.estimate import retry_after_s, start_s
 from nearline.controller.events import RequestInfo, SequenceEnded
 from nearline.controller.policy import admission, dispatch
 from nearline.controller.policy.prediction import bucket_of
+from nearline.controller.policy.waiting import MIN_ANSWERS, Wait
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
 from nearline.protocol import FinishReason, RequestId, Seconds
@@ -40,32 +41,61 @@ class RequestDesk:
         model = fleet.current_model(info.model_id)
         adapter = None if info.adapter_id is None else fleet.adapters.get(info.adapter_id)
         error = admission.refusal(info, model, adapter, fleet.num_waiting, self._config)
-        if error is not None or model is None:
-            refused = error or ErrorInfo.of(NearlineError("request refused"))
-            self._agenda.do(Reject(info.request_id, refused, f"not admitted: {refused.code}"))
+        if model is None:
+            self._refuse(info.request_id, error or ErrorInfo.of(NearlineError("request refused")))
             return
-        self._num_arrivals += 1
-        request = RequestRecord(info, model.digest, self._num_arrivals, now, now)
+        request = RequestRecord(info, model.digest, self._num_arrivals + 1, now, now)
         request.predicted_tokens = model.lengths.predict(request.features)
         request.length_bucket = bucket_of(request.predicted_tokens)
+        error = error or self._broken_promise(request, model, now)
+        if error is not None:
+            fleet.promises.refused(request)
+            self._refuse(info.request_id, error)
+            return
+        self._num_arrivals += 1
         fleet.requests[info.request_id] = request
         self._hold(request, model, now)
+
+    def _refuse(self, request_id: RequestId, error: ErrorInfo) -> None:
+        self._agenda.do(Reject(request_id, error, f"not admitted: {error.code}"))
+
+    def _broken_promise(self, request: RequestRecord, model: ModelRecord, now: Seconds) -> ErrorInfo | None:
+        """Estimate the request's wait, and say so if its target or its deadline is out of reach already."""
+        places, waits = model.num_places, model.waits
+        raw = waits.estimate(model.queue.ahead_of(request), model.num_running, places) if places else None
+        request.raw_wait = raw
+        wait = None if raw is None else waits.calibrated(raw)
+        if request.deadline is not None and waits.num_answers >= MIN_ANSWERS:
+            begin = wait or Wait(start_s(model, self._fleet.nodes.values(), now), 0.0)
+            end = begin.then(waits.service(request.length_bucket))
+            return admission.unattainable(request.info, end, self._config)
+        if wait is None or not model.queue.num_waiting:
+            return None  # nobody waits: whatever it takes, it takes by itself
+        return admission.too_late(request.info, wait, self._config)
 
     def cancelled(self, request_id: RequestId, num_generated: int, now: Seconds) -> None:
         """End a request that nobody waits for any more; its place is free at once."""
         request = self._fleet.requests.get(request_id)
         if request is not None:
             self._fleet.model_of(request).queue.settle(request, num_generated)
+            self._fleet.promises.given_up(request, now)
             self._abort(request, "cancelled by the caller")
             self._end(request, now)
 
-    def first_token(self, request_id: RequestId, attempt: int) -> None:
+    def first_token(self, request_id: RequestId, attempt: int, now: Seconds) -> None:
         request = self._running(request_id, attempt)
         if request is None or request.instance_id is None:
             return
         request.has_token = True
         request.num_fruitless = 0
-        self._agenda.touch(self._fleet.model_of(request))
+        model = self._fleet.model_of(request)
+        if request.first_token_at is None:
+            request.first_token_at = now
+            if request.raw_wait is not None and request.attempt == 1:
+                model.waits.observed(request.raw_wait, now - request.arrived_at)
+            if model.num_running <= model.num_places:
+                model.waits.began(now - request.dispatched_at)
+        self._agenda.touch(model)
 
     def sequence_ended(self, event: SequenceEnded, now: Seconds) -> None:
         """End the request, or hold it again if its end was the instance's fault. Stale attempts change nothing."""
@@ -77,6 +107,9 @@ class RequestDesk:
             model.service_s += _SERVICE_WEIGHT * (now - request.dispatched_at - model.service_s)
             model.queue.settle(request, event.num_generated)
             model.lengths.learn(request.features, request.predicted_tokens, event.num_generated)
+            if request.attempt == 1:
+                model.waits.finished(request.length_bucket, event.num_generated, now - request.dispatched_at)
+            self._fleet.promises.ended(request, event.num_generated, now)
             self._end(request, now)
             return
         instance = self._fleet.instances[request.instance_id]
@@ -176,6 +209,7 @@ class RequestDesk:
         self._agenda.touch(model)
 
     def _reject(self, request: RequestRecord, error: ErrorInfo, reason: str, now: Seconds) -> None:
+        self._fleet.promises.refused(request)
         self._agenda.do(Reject(request.info.request_id, error, reason))
         self._end(request, now)
 

@@ -5,8 +5,10 @@ from typing import Any
 
 from nearline.controller.handle import InstanceTrack
 from nearline.controller.policy.scaling import expires_at
+from nearline.controller.policy.waiting import QUANTILES
+from nearline.controller.promises import Tally
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord, NodeRecord
-from nearline.protocol import InstanceId, Seconds, to_plain
+from nearline.protocol import InstanceId, ModelId, Seconds, SloClass, TenantId, to_plain
 
 Row = dict[str, Any]
 
@@ -19,6 +21,7 @@ def snapshot(fleet: Fleet, tracks: Mapping[InstanceId, InstanceTrack], now: Seco
         "instances": [_instance(i, tracks.get(i.instance_id), now) for i in fleet.instances.values()],
         "models": [_model(model, now) for model in models],
         "queues": [row for model in models for row in _queues(model, now)],
+        "promises": [_promise(*key, tally) for key, tally in fleet.promises.rows.items()],
     }
 
 
@@ -75,6 +78,32 @@ def _model(model: ModelRecord, now: Seconds) -> Row:
         "num_waiting": model.queue.num_waiting,
         "starved_s": None if model.starved_since is None else now - model.starved_since,
         "num_start_failures": model.num_start_failures,
+        "prediction": _prediction(model),
+    }
+
+
+def _prediction(model: ModelRecord) -> Row:
+    """How good the model's predictions of lengths (tokens) and of waits (part within the quantile) have been."""
+    lengths, waits = model.lengths.calibration, model.waits
+    return {
+        "num_answers": lengths.num_answers,
+        "mean_tokens": lengths.actual.mean,
+        "mean_error_tokens": lengths.error.mean,
+        "mean_absolute_error_tokens": lengths.size.mean,
+        "num_waits": waits.num_observed,
+        "wait_coverage": {f"p{q * 100:.0f}": waits.coverage(q) for q in QUANTILES},
+    }
+
+
+def _promise(model_id: ModelId, slo_class: SloClass, tenant: TenantId, tally: Tally) -> Row:
+    return {
+        "model": model_id,
+        "slo_class": slo_class.value,
+        "tenant": tenant,
+        "met": tally.num_met,
+        "missed": tally.num_missed,
+        "refused": tally.num_refused,
+        "attainment": tally.attainment,
     }
 
 
@@ -86,6 +115,8 @@ def _queues(model: ModelRecord, now: Seconds) -> list[Row]:
             "digest": model.digest,
             "adapter_digest": group.key.adapter_digest,
             "slo_class": group.key.slo_class.value,
+            "length_bucket": group.key.length_bucket,
+            "num_tenants": len(group.lines),
             "num_waiting": len(group.waiting),
             "oldest_s": now - group.head().arrived_at,
             "due_in_s": group.head().due_at - now,

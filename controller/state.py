@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nearline.controller.policy.prediction import LengthPredictor
+from nearline.controller.policy.waiting import WaitEstimator
+from nearline.controller.promises import Promises
 from nearline.controller.queues import RequestRecord, VirtualQueue
 from nearline.protocol import (
     AdapterSpec,
@@ -160,6 +162,7 @@ class ModelRecord:
     wait_reason: str = ""
     service_s: Seconds = 1.0
     lengths: LengthPredictor = field(default_factory=LengthPredictor)
+    waits: WaitEstimator = field(default_factory=WaitEstimator)
 
     @property
     def key(self) -> ModelKey:
@@ -176,6 +179,11 @@ class ModelRecord:
     @property
     def num_live(self) -> int:
         return sum(instance.is_live for instance in self.instances.values())
+
+    @property
+    def num_places(self) -> int:
+        """Sequences that its usable instances run at once."""
+        return sum(instance.max_running for instance in self.instances.values() if instance.is_usable)
 
     def refresh(self, now: Seconds) -> None:
         """Note when the model begins or ceases to be starved."""
@@ -201,6 +209,7 @@ class Fleet:
     requests: dict[RequestId, RequestRecord] = field(default_factory=dict)
     doomed: dict[Digest, None] = field(default_factory=dict)
     num_waiting: int = 0
+    promises: Promises = field(default_factory=Promises)
 
     def current_model(self, model_id: ModelId) -> ModelRecord | None:
         """The version that new requests for this name go to."""

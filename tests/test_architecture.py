@@ -29,7 +29,18 @@ MINDS = {
     "checkpoint_store": {"tiers", "estimate", "depth"},
     "engine": {"sequence", "block_manager", "scheduler", "core", "adapters", "admission", "validation"},
     "node_agent": {"core", "lifecycle", "roster", "supply", "budget", "pace", "sequences"},
-    "controller": {"core", "state", "estimate", "queues", "timers", "agenda", "requests", "machines", "capacity"},
+    "controller": {
+        "core",
+        "state",
+        "estimate",
+        "queues",
+        "timers",
+        "agenda",
+        "requests",
+        "machines",
+        "capacity",
+        "promises",
+    },
 }
 IMPURE = {"time", "asyncio", "threading", "logging", "structlog", "torch", "random", "os", "socket", "subprocess",
           "aiohttp", "redis", "concurrent", "uuid", "secrets", "datetime"}  # fmt: skip

@@ -1,11 +1,12 @@
 """Whether an arriving request may wait here at all. Refusals are early, honest and say when to come back. Pure."""
 
-from nearline.controller.config import CoreConfig
+from nearline.controller.config import CoreConfig, target_s
 from nearline.controller.estimate import retry_after_s
 from nearline.controller.events import RequestInfo
 from nearline.controller.policy.views import ModelView
+from nearline.controller.policy.waiting import Wait
 from nearline.protocol import AdapterSpec
-from nearline.protocol.errors import ErrorInfo, ModelNotFound, Overloaded
+from nearline.protocol.errors import ErrorInfo, ModelNotFound, Overloaded, SloUnattainable
 
 
 def refusal(
@@ -32,3 +33,22 @@ def refusal(
         return None
     wait_s = retry_after_s(model)
     return ErrorInfo.of(Overloaded(f"{text}; try again in {wait_s:.0f} s", retry_after_s=wait_s))
+
+
+def unattainable(info: RequestInfo, end: Wait, config: CoreConfig) -> ErrorInfo | None:
+    """Refuse a request whose own deadline passes before it can end; a retry would be later still."""
+    deadline_s = info.slo.deadline_s
+    if deadline_s is None or end.quantile_s(config.refusal_quantile) <= deadline_s:
+        return None
+    text = f"the answer would take about {end.mean_s:.1f} s from now and its deadline is in {deadline_s:.1f} s"
+    return ErrorInfo.of(SloUnattainable(f"{text}; allow more time or ask for fewer tokens"))
+
+
+def too_late(info: RequestInfo, wait: Wait, config: CoreConfig) -> ErrorInfo | None:
+    """Refuse a request that would wait many times its class's target; what waits already shall be served in time."""
+    limit_s = config.max_wait_targets * target_s(info.slo)
+    if wait.quantile_s(config.refusal_quantile) <= limit_s:
+        return None
+    text = f"a request of class {info.slo.slo_class.value} would wait about {wait.mean_s:.0f} s (limit {limit_s:.0f} s)"
+    back_s = min(60.0, max(1.0, wait.mean_s - target_s(info.slo)))
+    return ErrorInfo.of(Overloaded(f"{text}; try again in {back_s:.0f} s", retry_after_s=back_s))

@@ -10,7 +10,7 @@ from nearline.controller.http.door import Caller, Door
 from nearline.controller.http.schemas import ChatFields, MessageBody, SamplingBody
 from nearline.controller.registry import Target
 from nearline.controller.text import TextModel, check_chars
-from nearline.protocol import RequestId, SamplingParams
+from nearline.protocol import RequestId, SamplingParams, Slo, SloClass
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
 from nearline.protocol.request import Request
 
@@ -72,13 +72,12 @@ def make_call(
     checkpoint = target.model.checkpoint
     eos = () if body.ignore_eos else checkpoint.eos_token_ids
     adapter = target.adapter
-    slo = caller.slo if body.deadline_s is None else replace(caller.slo, deadline_s=body.deadline_s)
     request = Request(
         request_id=RequestId(f"req_{uuid.uuid4().hex}"),
         model_id=target.model.model_id,
         prompt_token_ids=prompt,
         sampling=replace(sampling, logprobs=logprobs),
-        slo=slo,
+        slo=_slo(caller.slo, body),
         tenant=caller.tenant,
         adapter_id=adapter.adapter_id if adapter else None,
         adapter_digest=adapter.checkpoint.digest if adapter else None,
@@ -98,6 +97,18 @@ def choices(call: Call, n: int) -> list[Call]:
         again = replace(request, request_id=RequestId(f"{request.request_id}-{index}"), sampling=sampling)
         calls.append(replace(call, request=again))
     return calls
+
+
+def _slo(default: Slo, body: SamplingBody) -> Slo:
+    """The caller's promise with what the body asks for put in its place; a body's class brings that class's target."""
+    slo = default if body.slo is None else replace(default, slo_class=SloClass(body.slo), ttft_s=None)
+    deadlines_s = [body.deadline_s, body.deadline_ms and body.deadline_ms / 1e3, default.deadline_s]
+    return replace(
+        slo,
+        ttft_s=slo.ttft_s if body.ttft_ms is None else body.ttft_ms / 1e3,
+        tpot_s=slo.tpot_s if body.tpot_ms is None else body.tpot_ms / 1e3,
+        deadline_s=min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None),
+    )
 
 
 def check_length(target: Target, prompt: str | list[int]) -> None:

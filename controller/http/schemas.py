@@ -58,6 +58,10 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     priority: int = Field(0, ge=-1000, le=1000)
+    slo: Literal["interactive", "batch-1m", "batch-1h"] | None = None
+    ttft_ms: float | None = Field(None, gt=0)
+    tpot_ms: float | None = Field(None, gt=0)
+    deadline_ms: float | None = Field(None, gt=0)
     deadline_s: float | None = Field(None, gt=0)
 
     @property

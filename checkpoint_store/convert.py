@@ -6,7 +6,7 @@ from nearline.checkpoint_store.adapter import draft_adapter
 from nearline.checkpoint_store.convert_model import draft_model
 from nearline.checkpoint_store.convert_types import Draft, Reporter
 from nearline.checkpoint_store.publish import publish
-from nearline.checkpoint_store.source import locate
+from nearline.checkpoint_store.source import located
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.checkpoint_store.types import Manifest
 from nearline.protocol import CheckpointKind, Digest
@@ -21,17 +21,20 @@ def import_checkpoint(
     Raises NearlineError saying what is wrong with the source; nothing of a failed import stays.
     """
     reporter = reporter or Reporter()
-    path = locate(source, reporter)
-    reporter.progress("reading", 0, 0)
+    with located(source, root, reporter) as path:
+        reporter.progress("reading", 0, 0)
+        return publish(root, _draft(path, (kind, source, base_digest), root, reporter), reporter)
+
+
+def _draft(path: Path, wish: tuple[CheckpointKind, str, Digest | None], root: Path, reporter: Reporter) -> Draft:
+    kind, source, base_digest = wish
     if kind is CheckpointKind.MODEL:
-        draft = _draft_model(path, source, reporter)
-    elif base_digest is None:
+        return _draft_model(path, source, reporter)
+    if base_digest is None:
         raise AdapterMismatch("an adapter needs the model it was made for; name its base", param="base")
-    elif path.is_file():
+    if path.is_file():
         raise UnsupportedCheckpoint(f"{path}: adapters come as PEFT directories, not as GGUF files")
-    else:
-        draft = draft_adapter(SourceDirectory(path), source, root, base_digest, reporter)
-    return publish(root, draft, reporter)
+    return draft_adapter(SourceDirectory(path), source, root, base_digest, reporter)
 
 
 def _draft_model(path: Path, source: str, reporter: Reporter) -> Draft:

@@ -9,7 +9,7 @@ from nearline.protocol.errors import UnsupportedCheckpoint
 
 CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAME = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-_COPIED = (
+SMALL_NAMES = (
     GENERATION_NAME,
     TOKENIZER_NAME,
     TOKENIZER_CONFIG_NAME,
@@ -26,7 +26,7 @@ def gather_files(directory: SourceDirectory, config: Mapping[str, Any]) -> dict[
     Raises UnsupportedCheckpoint without a tokenizer.json, CheckpointCorrupt for one that is torn.
     """
     files = {CONFIG_NAME: to_json(config)}
-    for name in (*_COPIED, *directory.names(".jinja", _TEMPLATES)):
+    for name in (*SMALL_NAMES, *directory.names(".jinja", _TEMPLATES)):
         content = directory.read(name)
         if content is not None:
             files[name] = content

@@ -1,21 +1,23 @@
-"""The Hugging Face hub: snapshots in its local cache, and fetching one with progress.
+"""The Hugging Face hub: snapshots in its local cache, and fetching what is not there.
 
-`huggingface_hub` reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE itself and resumes interrupted files.
+`huggingface_hub` reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE and lists a repository; the files are fetched
+by our own hands, because it keeps no part of a file whose transfer broke off, and its cache would keep a second copy
+of every model for ever.
 """
 
-import errno
-import os
-import threading
-from collections.abc import Callable
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from nearline.checkpoint_store.convert_types import Reporter
-from nearline.protocol.errors import Fault, Forbidden, InvalidRequest, NearlineError, StorageFull
+from nearline.checkpoint_store.downloads import FileFetcher, download_folder
+from nearline.protocol.errors import CheckpointCorrupt, Fault, Forbidden, InvalidRequest, NearlineError
 
-_ALLOWED = ["*.json", "*.jinja", "*.safetensors"]
-_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*"]
-_POLL_S = 0.1
+_ALLOWED = ("*.json", "*.jinja", "*.safetensors")
+_IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 
 
 def cached_snapshot(repository: Path) -> Path:
@@ -32,61 +34,87 @@ def cached_snapshot(repository: Path) -> Path:
     raise InvalidRequest(f"{repository} holds no single snapshot; name one of snapshots/: {names}", param="source")
 
 
-def download(name: str, reporter: Reporter) -> Path:
-    """Fetch `org/name[@revision]` into the hub's own cache and return the snapshot's directory.
+@contextlib.contextmanager
+def from_hub(name: str, root: Path, reporter: Reporter) -> Iterator[Path]:
+    """Give the files of `org/name[@revision]` for the time of an import: from the hub's local cache if they are all
+    there, else fetched below `root`, every large file checked against the hub's sha256.
 
-    The work happens in a thread, so that a signal to this process is heard at once.
-    Raises InvalidRequest, Forbidden, StorageFull or Fault saying what the hub answered and what to do.
+    Raises InvalidRequest, Forbidden, StorageFull, CheckpointCorrupt or Fault saying what the hub answered and what to
+    do.
     """
+    from huggingface_hub import constants  # not needed for local sources, nor installed on a bare GPU box
+
     repo_id, _, revision = name.partition("@")
-    result: list[Any] = []
-    bars: list[Any] = []
+    if constants.HF_HUB_OFFLINE:
+        yield _cached(repo_id, revision)
+        return
+    listing = _list(repo_id, revision)
+    files = {sibling.rfilename: sibling for sibling in listing.siblings or [] if _is_wanted(sibling.rfilename)}
+    snapshot = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}" / "snapshots" / str(listing.sha)
+    if files and all((snapshot / file).exists() for file in files):
+        yield snapshot
+        return
+    with download_folder(f"hub:{repo_id}@{listing.sha}", root) as folder:
+        yield _fetch(f"{constants.ENDPOINT}/{repo_id}", str(listing.sha), files, folder / "files", reporter)
 
-    def fetch() -> None:
+
+def _fetch(repository: str, sha: str, files: dict[str, Any], folder: Path, reporter: Reporter) -> Path:
+    from huggingface_hub import get_token
+
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    fetcher = FileFetcher(f"{repository}/resolve/{sha}", folder, reporter, headers)
+    fetcher.total_bytes = sum(sibling.size or 0 for sibling in files.values())
+    for name, sibling in sorted(files.items()):
         try:
-            result.append(_snapshot(repo_id, revision or None, bars))
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=fetch, name="hub-download", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL_S)
-        done = max((int(bar.n) for bar in bars), default=0)
-        reporter.progress("downloading", done, max((int(bar.total or 0) for bar in bars), default=0))
-    if isinstance(result[0], BaseException):
-        raise _explain(result[0], repo_id, revision) from result[0]
-    return Path(result[0])
+            is_there = fetcher.fetch(name)
+        except Forbidden:
+            raise Forbidden(
+                f"{repository} lists its files but does not give {name}; accept its licence on the hub and set "
+                "HF_TOKEN to a token that may read it",
+                param="source",
+            ) from None
+        if not is_there:
+            raise Fault(f"{repository}: {name} is listed but not there (404); import again", param="source")
+        _check_sha256(folder / name, sibling, repository)
+    return folder
 
 
-def _snapshot(repo_id: str, revision: str | None, bars: list[Any]) -> str:
-    from huggingface_hub import snapshot_download  # not needed for local sources, nor installed on a bare GPU box
+def _check_sha256(path: Path, sibling: Any, repository: str) -> None:
+    wanted = sibling.lfs.sha256 if sibling.lfs else None
+    if wanted is None:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wanted:
+        path.unlink()
+        raise CheckpointCorrupt(
+            f"{repository}: {sibling.rfilename} arrived with sha256 {found}, the hub says {wanted}; import again"
+        )
 
-    return snapshot_download(
-        repo_id,
-        revision=revision,
-        allow_patterns=_ALLOWED,
-        ignore_patterns=_IGNORED,
-        tqdm_class=_silent_bar(bars.append),
-    )
+
+def _is_wanted(name: str) -> bool:
+    if name.startswith("/") or ".." in name.split("/"):
+        return False
+    return any(fnmatch(name, p) for p in _ALLOWED) and not any(fnmatch(name, p) for p in _IGNORED)
 
 
-def _silent_bar(register: Callable[[Any], None]) -> Any:
-    """Make a tqdm that counts and never prints (a progress bar on a full stderr pipe blocks the process)."""
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
+def _list(repo_id: str, revision: str) -> Any:
+    from huggingface_hub import HfApi
 
-    sink = open(os.devnull, "w")  # noqa: SIM115  (lives as long as the bars)
+    try:
+        return HfApi().model_info(repo_id, revision=revision or None, files_metadata=True)
+    except Exception as error:
+        raise _explain(error, repo_id, revision) from error
 
-    class SilentBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "file": sink})
-            if kwargs.get("unit") == "B":
-                register(self)
 
-        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-            return True
+def _cached(repo_id: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
 
-    return SilentBar
+    try:
+        return Path(snapshot_download(repo_id, revision=revision or None, local_files_only=True))
+    except Exception as error:
+        raise _explain(error, repo_id, revision) from error
 
 
 def _explain(error: BaseException, repo_id: str, revision: str) -> NearlineError:
@@ -106,7 +134,8 @@ def _explain(error: BaseException, repo_id: str, revision: str) -> NearlineError
             f"{where} is not (wholly) in the local cache and HF_HUB_OFFLINE is set; unset it, or give a directory",
             param="source",
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFull(f"{constants.HF_HUB_CACHE}: no space left for {repo_id}; free space and import again")
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return Forbidden(f"{where}: the hub refuses this HF_TOKEN ({status}); make a new one that may read it")
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return Fault(f"{where} cannot be fetched: {reason}; check the network, or give a local directory", param="source")

@@ -1,23 +1,40 @@
-"""What a source string means: the one place that decides between a directory, a GGUF file and the hub."""
+"""What a source string means: the one place that decides between a directory, a GGUF file, the hub and the web."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from nearline.checkpoint_store.convert_types import Reporter
-from nearline.checkpoint_store.hf import cached_snapshot, download
+from nearline.checkpoint_store.hf import cached_snapshot, from_hub
+from nearline.checkpoint_store.http_source import downloaded
 from nearline.protocol.errors import InvalidRequest
 
-_FORMS = "a model or adapter directory, a .gguf file, file:///path, or hub:org/name[@revision]"
+_FORMS = "a model or adapter directory, a .gguf file, file:///path, an http(s) URL, or hub:org/name[@revision]"
 
 
-def locate(source: str, reporter: Reporter) -> Path:
-    """Find the directory or GGUF file that `source` names, fetching it from the hub if it says so.
+@contextmanager
+def located(source: str, root: Path, reporter: Reporter) -> Iterator[Path]:
+    """Give the directory or GGUF file that `source` names, for the time of one import.
+
+    What must be fetched lies below `root` meanwhile. Raises as `locate`, `downloaded` and `from_hub`.
+    """
+    if source.startswith(("http://", "https://")):
+        with downloaded(source, root, reporter) as path:
+            yield path
+    elif source.startswith("hub:"):
+        with from_hub(source.removeprefix("hub:"), root, reporter) as path:
+            yield path
+    else:
+        yield locate(source)
+
+
+def locate(source: str) -> Path:
+    """Find the local directory or GGUF file that `source` names.
 
     Raises InvalidRequest (param `source`) naming what was tried.
     """
-    if source.startswith("hub:"):
-        return download(source.removeprefix("hub:"), reporter)
     path = _local_path(source)
     if path.is_dir():
         return _within(path)

@@ -16,7 +16,7 @@ adapter = typer.Typer(no_args_is_help=True, help="Register, list and remove LoRA
 
 BAR = (TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 Name = Annotated[str, typer.Argument(help="The name people will call; it may contain '/'.")]
-Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, or hub:org/name[@revision].")]
+Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, an http(s) URL, or hub:org/name[@revision].")]
 
 
 @model.command("add")
@@ -46,7 +46,7 @@ def add_model(
 @adapter.command("add")
 def add_adapter(
     name: Name,
-    source: Annotated[str, typer.Argument(help="A PEFT adapter directory, or hub:org/name[@revision].")],
+    source: Annotated[str, typer.Argument(help="A PEFT adapter directory, an http(s) URL, or hub:org/name[@revision].")],
     base: Annotated[str, typer.Option(help="The registered model it was trained on.")],
     url: Url = None,
     api_key: ApiKey = None,

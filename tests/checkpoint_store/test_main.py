@@ -13,7 +13,7 @@ import pytest
 
 from nearline.protocol import CheckpointInfo, CheckpointKind, from_plain
 from nearline.protocol.errors import ErrorInfo
-from tests.checkpoint_store.hub import SHA, hub
+from tests.checkpoint_store.hub import SHA, Manners, hub
 from tests.checkpoint_store.sources import edit_tensors, leftovers, random_f32
 
 MODULE = [sys.executable, "-m", "nearline.checkpoint_store"]
@@ -139,11 +139,33 @@ def test_a_model_comes_from_the_hub_and_then_from_its_cache(
     fetched = {path.rsplit("/", 1)[1] for path in requests if "/resolve/" in path}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= fetched
     assert not {"pytorch_model.bin", "params.json"} & fetched
-    again = run("import", "--root", root, "--source", "hub:org/tiny", **offline, HF_HUB_OFFLINE="1")
-    assert info(again[1]).digest == local.digest
+    assert not (Path(offline["HF_HOME"]) / "hub").exists(), "the hub's cache would keep a second copy for ever"
+    assert list((root / "downloads").iterdir()) == []
+
+
+def test_a_model_in_the_hubs_cache_is_taken_from_there_online_and_offline(
+    root: Path, source: Path, offline: dict[str, str]
+) -> None:
     cache = Path(offline["HF_HOME"]) / "hub" / "models--org--tiny"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(SHA)
+    (cache / "snapshots" / SHA).mkdir(parents=True)
+    for file in source.iterdir():
+        shutil.copy(file, cache / "blobs" / f"blob-of-{file.name}")
+        (cache / "snapshots" / SHA / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
+    for path in cache.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    digest = info(run("import", "--root", root, "--source", source)[1]).digest
+    requests: list[str] = []
+    with hub("org/tiny", source, requests) as endpoint:
+        online = run("import", "--root", root, "--source", "hub:org/tiny", **offline, HF_ENDPOINT=endpoint)[1]
+    assert info(online).digest == digest
+    assert not [path for path in requests if "/resolve/" in path]
+    again = run("import", "--root", root, "--source", "hub:org/tiny", **offline, HF_HUB_OFFLINE="1")
+    assert info(again[1]).digest == digest
     for folder in (cache, cache / "snapshots" / SHA):
-        assert info(run("import", "--root", root, "--source", folder)[1]).digest == local.digest
+        assert info(run("import", "--root", root, "--source", folder)[1]).digest == digest
 
 
 @pytest.mark.parametrize(
@@ -177,3 +199,58 @@ def test_a_hub_out_of_reach_is_said_plainly(root: Path, offline: dict[str, str])
     assert (status, lines[-1]["error"]["code"]) == (1, "fault")
     assert "http://127.0.0.1:9/org/tiny cannot be fetched" in lines[-1]["error"]["message"]
     assert leftovers(root) == []
+
+
+@pytest.fixture
+def large_repo(tmp_path: Path, tiny_llama_dir: Callable[..., Path]) -> Path:
+    """A model whose weights are large enough to be cut in the middle."""
+    return shutil.copytree(tiny_llama_dir(hidden_size=128, intermediate_size=512), tmp_path / "large")
+
+
+def test_a_hub_download_that_breaks_off_goes_on_where_it_was(
+    root: Path, large_repo: Path, offline: dict[str, str]
+) -> None:
+    weights = (large_repo / "model.safetensors").stat().st_size
+    manners = Manners(cuts=[weights // 4] + [0] * 5)
+    with hub("org/large", large_repo, [], manners) as endpoint:
+        arguments = ("import", "--root", root, "--source", "hub:org/large")
+        status, lines, _ = run(*arguments, **offline, HF_ENDPOINT=endpoint)
+        assert (status, lines[-1]["error"]["code"]) == (1, "fault")
+        assert f"{weights // 4} bytes are kept, import again to go on" in lines[-1]["error"]["message"]
+        manners.cuts = [weights // 4]
+        status, lines, _ = run(*arguments, **offline, HF_ENDPOINT=endpoint)
+    assert status == 0, lines[-1]
+    assert info(lines).digest == info(run("import", "--root", root, "--source", large_repo)[1]).digest
+    assert manners.num_bytes <= 1.1 * sum(path.stat().st_size for path in large_repo.iterdir())
+
+
+def test_a_gated_repository_and_a_file_that_is_not_what_the_hub_says_are_named(
+    root: Path, source: Path, offline: dict[str, str]
+) -> None:
+    arguments = ("import", "--root", root, "--source", "hub:org/tiny")
+    with hub("org/tiny", source, [], Manners(is_gated=True)) as endpoint:
+        gated = run(*arguments, **offline, HF_ENDPOINT=endpoint)[1][-1]["error"]
+    assert gated["code"] == "permission_denied"
+    assert "accept its licence on the hub and set HF_TOKEN" in gated["message"]
+    with hub("org/tiny", source, [], Manners(sha256="0" * 64)) as endpoint:
+        wrong = run(*arguments, **offline, HF_ENDPOINT=endpoint)[1][-1]["error"]
+    assert wrong["code"] == "checkpoint_corrupt"
+    assert "model.safetensors arrived with sha256 " in wrong["message"]
+    assert leftovers(root) == []
+    assert list((root / "downloads").iterdir()) == []
+
+
+def test_a_private_repository_wants_the_token_and_a_wrong_one_is_told_from_none(
+    root: Path, source: Path, tmp_path: Path, offline: dict[str, str]
+) -> None:
+    repo = shutil.copytree(source, tmp_path / "repo")
+    arguments = ("import", "--root", root, "--source", "hub:org/private")
+    with hub("org/private", repo, [], Manners(token="hf_right")) as endpoint:
+        without = run(*arguments, **offline, HF_ENDPOINT=endpoint)[1][-1]["error"]
+        wrong = run(*arguments, **offline, HF_ENDPOINT=endpoint, HF_TOKEN="hf_wrong")[1][-1]["error"]
+        status, lines, _ = run(*arguments, **offline, HF_ENDPOINT=endpoint, HF_TOKEN="hf_right")
+    assert "does not exist or is private; check the name or set HF_TOKEN" in without["message"]
+    assert wrong["code"] == "permission_denied"
+    assert "refuses this HF_TOKEN" in wrong["message"]
+    assert status == 0
+    assert "hf_right" not in json.dumps(lines)

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.source import locate
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest
 
 
 def find(source: str) -> Path:
-    return locate(source, Reporter())
+    return locate(source)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from nearline.checkpoint_store.publish import CHECKPOINTS
 from nearline.checkpoint_store.safetensors_file import StoredTensor, open_safetensors
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.checkpoint_store.types import Manifest, read_manifest
-from nearline.protocol import CheckpointInfo, CheckpointKind, DecoderSpec, Digest, tensor_slots
+from nearline.protocol import LAYOUTS, CheckpointInfo, CheckpointKind, DecoderSpec, Digest, tensor_slots
 from nearline.protocol.errors import AdapterMismatch, CheckpointCorrupt, NotFound, UnsupportedCheckpoint
 
 ADAPTER_NAME, ADAPTER_CONFIG_NAME = "adapter.json", "adapter_config.json"
@@ -51,6 +51,11 @@ def draft_adapter(
     CheckpointCorrupt for torn or non-finite weights, NotFound for an unknown base.
     """
     base, spec = _base(root, base_digest)
+    if not LAYOUTS[spec.layout].takes_adapters:
+        raise UnsupportedCheckpoint(
+            f"adapters of {spec.architecture} models are not served, their projections are not the seven of Llama; "
+            "merge it and add the result as a model: peft's merge_and_unload(), then save_pretrained(NEW_DIR)"
+        )
     settings = read_settings(_config(directory), reporter)
     modules = _modules(_weights(directory), directory)
     shapes = {slot.name.removesuffix(".weight"): slot.shape for slot in tensor_slots(spec)}

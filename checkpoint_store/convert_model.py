@@ -12,6 +12,7 @@ from nearline.checkpoint_store.safetensors_file import StoredTensor
 from nearline.checkpoint_store.safetensors_shards import open_weights
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.protocol import (
+    LAYOUTS,
     CheckpointInfo,
     CheckpointKind,
     DecoderSpec,
@@ -24,7 +25,9 @@ from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
 
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
+_TABLES = ("embedding", "positions", "head")
+"""Roles whose rows may well be zero: tokens and positions that nobody has trained."""
 _TAIL_BYTES = 4096
 
 Stored = Mapping[str, StoredTensor]
@@ -40,10 +43,11 @@ def draft_model(directory: SourceDirectory, source: str, reporter: Reporter) -> 
     spec = read_spec(config)
     if spec.num_layers > len(stored):
         raise CheckpointCorrupt(f"{directory.path}: {len(stored)} tensors cannot make {spec.num_layers} layers")
+    stored = _settle_names(stored, spec)
     stored, config = _settle_head(stored, config, spec)
-    config = _settle_dtype(stored, config)
+    config = _settle_dtype(stored, config, spec)
     spec = read_spec(config)
-    tensors = tuple(_draft_tensor(slot, stored, directory) for slot in tensor_slots(spec))
+    tensors = tuple(_draft_tensor(slot, spec, stored, directory) for slot in tensor_slots(spec))
     _warn_of_extras(stored, {tensor.name for tensor in tensors}, reporter)
     files = gather_files(directory, config)
     return Draft(tensors, files, model_info(spec, files, source))
@@ -89,23 +93,36 @@ def _config(directory: SourceDirectory) -> dict[str, Any]:
     raise UnsupportedCheckpoint(f"{directory.path}: no {CONFIG_NAME}; is this a model directory?")
 
 
+def _embedding(spec: DecoderSpec) -> str:
+    return LAYOUTS[spec.layout].embedding + ".weight"
+
+
+def _settle_names(stored: Stored, spec: DecoderSpec) -> Stored:
+    """Give tensors their whole names: a model saved without its output layer lacks the first word of each (GPT-2)."""
+    prefix, _, bare = _embedding(spec).partition(".")
+    if _embedding(spec) in stored or bare not in stored:
+        return stored
+    return {name if name == _HEAD else f"{prefix}.{name}": tensor for name, tensor in stored.items()}
+
+
 def _settle_head(stored: Stored, config: dict[str, Any], spec: DecoderSpec) -> tuple[Stored, dict[str, Any]]:
     """Decide whether the output layer is its own: a tied one may be absent, there twice, or under either name."""
-    head, embedding = stored.get(_HEAD), stored.get(_EMBEDDING)
+    name = _embedding(spec)
+    head, embedding = stored.get(_HEAD), stored.get(name)
     if not spec.is_tied or head is None:
         return stored, config
     if embedding is None:
-        return {**stored, _EMBEDDING: head}, config
+        return {**stored, name: head}, config
     if _is_equal(head, embedding):
-        return {name: tensor for name, tensor in stored.items() if name != _HEAD}, config
+        return {other: tensor for other, tensor in stored.items() if other != _HEAD}, config
     return stored, {**config, "tie_word_embeddings": False}
 
 
-def _settle_dtype(stored: Stored, config: dict[str, Any]) -> dict[str, Any]:
+def _settle_dtype(stored: Stored, config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """A config without a dtype means the weights' own, as in transformers."""
-    if config.get("dtype") or config.get("torch_dtype") or _EMBEDDING not in stored:
+    if config.get("dtype") or config.get("torch_dtype") or _embedding(spec) not in stored:
         return config
-    dtype = stored[_EMBEDDING].entry.dtype
+    dtype = stored[_embedding(spec)].entry.dtype
     return {**config, "dtype": DTYPE_NAMES.get(dtype, dtype)}
 
 
@@ -115,7 +132,7 @@ def _is_equal(a: StoredTensor, b: StoredTensor) -> bool:
     return all(left == right for left, right in zip_longest(a.blocks(), b.blocks()))
 
 
-def _draft_tensor(slot: TensorSlot, stored: Stored, directory: SourceDirectory) -> DraftTensor:
+def _draft_tensor(slot: TensorSlot, spec: DecoderSpec, stored: Stored, directory: SourceDirectory) -> DraftTensor:
     tensor = stored.get(slot.name)
     if tensor is None:
         hint = " (config.json says the output layer is not tied to the embeddings)" if slot.name == _HEAD else ""
@@ -130,17 +147,20 @@ def _draft_tensor(slot: TensorSlot, stored: Stored, directory: SourceDirectory) 
             f"{tensor.path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPE_NAMES)}. "
             "Use the original, unquantised model"
         )
-    return DraftTensor(slot.name, entry.dtype, entry.shape, entry.num_bytes, lambda: _checked(tensor))
+    may_be_zero = spec.norm_offset != 0 and slot.role.endswith("norm.weight")
+    if may_be_zero:
+        return DraftTensor(slot.name, entry.dtype, entry.shape, entry.num_bytes, tensor.blocks)
+    return DraftTensor(slot.name, entry.dtype, entry.shape, entry.num_bytes, lambda: _checked(tensor, slot.role))
 
 
-def _checked(tensor: StoredTensor) -> Iterator[memoryview]:
+def _checked(tensor: StoredTensor, role: str) -> Iterator[memoryview]:
     """Pass the bytes of a weight on, and refuse one that nothing was ever written to.
 
     An interrupted download into a preallocated file reads as zeros: whole tensors, or the end of the last one.
     """
     entry = tensor.entry
     is_weight = entry.num_bytes > 0 and entry.name.endswith(".weight")
-    is_matrix = is_weight and len(entry.shape) > 1 and entry.name not in (_EMBEDDING, _HEAD)
+    is_matrix = is_weight and len(entry.shape) > 1 and role not in _TABLES
     is_zero, tail = is_weight, b""
     for block in tensor.blocks():
         is_zero = is_zero and not np.frombuffer(block, np.uint8).any()

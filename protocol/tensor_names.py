@@ -27,7 +27,8 @@ class TensorSlot:
 class Layout:
     """Names of tensors by role, without `.weight`; those of a layer begin with `layers`, its index and a dot.
 
-    `roles` is in execution order. A norm that is not there is not applied.
+    `roles` is in execution order. A norm that is not there is not applied. `takes_adapters`: the projections are the
+    seven of Llama, each a tensor of its own, which LoRA adapters may change.
     """
 
     embedding: str
@@ -35,6 +36,7 @@ class Layout:
     final_norm: str
     roles: Mapping[str, tuple[str, ...]]
     positions: str = ""
+    takes_adapters: bool = False
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -58,15 +60,15 @@ _OPT = {
 }  # fmt: skip
 
 
-def _modern(roles: Mapping[str, tuple[str, ...]]) -> Layout:
-    return Layout("model.embed_tokens", "model.layers.", "model.norm", roles)
+def _modern(roles: Mapping[str, tuple[str, ...]], takes_adapters: bool = True) -> Layout:
+    return Layout("model.embed_tokens", "model.layers.", "model.norm", roles, takes_adapters=takes_adapters)
 
 
 LAYOUTS = {
     "llama": _modern(_LLAMA),
     "olmo2": _modern({**_ATTENTION, **_BEHIND_ATTENTION, **_MLP, **_BEHIND_MLP}),
     "gemma2": _modern(_GEMMA2),
-    "phi3": _modern(_PHI3),
+    "phi3": _modern(_PHI3, takes_adapters=False),
     "gpt2": Layout("transformer.wte", "transformer.h.", "transformer.ln_f", _GPT2, "transformer.wpe"),
     "opt": Layout(
         "model.decoder.embed_tokens", "model.decoder.layers.", "model.decoder.final_layer_norm", _OPT,

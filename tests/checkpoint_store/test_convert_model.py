@@ -30,8 +30,11 @@ from tests.checkpoint_store.sources import (
 torch.set_num_threads(1)
 FAMILIES = {
     "LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {"head_dim": 16},
-    "SmolLM3ForCausalLM": {"pad_token_id": 0},
+    "SmolLM3ForCausalLM": {"pad_token_id": 0}, "GraniteForCausalLM": {}, "Olmo2ForCausalLM": {},
+    "Phi3ForCausalLM": {"pad_token_id": 0}, "GemmaForCausalLM": {"head_dim": 16}, "Gemma2ForCausalLM": {"head_dim": 16},
+    "Gemma3_TextForCausalLM": {"head_dim": 16}, "GPT2ForCausalLM": {}, "OPTForCausalLM": {"ffn_dim": 96},
 }  # fmt: skip
+TIED = ("Qwen3", "SmolLM3", "Gemma", "Gemma3_Text", "GPT2", "OPT")
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -56,7 +59,7 @@ def test_every_family_keeps_its_bytes_and_stands_in_execution_order(
     config = AutoConfig.for_model(
         architecture.removesuffix("ForCausalLM").lower(), vocab_size=272, hidden_size=64, intermediate_size=96,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        tie_word_embeddings=architecture in ("Qwen3ForCausalLM", "SmolLM3ForCausalLM"), **FAMILIES[architecture],
+        tie_word_embeddings=architecture.removesuffix("ForCausalLM") in TIED, **FAMILIES[architecture],
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -70,7 +73,7 @@ def test_every_family_keeps_its_bytes_and_stands_in_execution_order(
     theirs = dict(model.named_parameters())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    slots = tensor_slots(decoder_spec(config.to_dict()))
+    slots = tensor_slots(decoder_spec(json.loads((directory / "config.json").read_text())))
     assert names_in_file_order(directory / WEIGHTS_NAME) == [slot.name for slot in slots]
     assert read_manifest(directory) == manifest
     reloaded = AutoModelForCausalLM.from_pretrained(directory)

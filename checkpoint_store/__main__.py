@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     importer = commands.add_parser("import", help="bring a model or an adapter into the store")
     importer.add_argument("--root", required=True, help="the store's directory")
     importer.add_argument("--kind", choices=[str(kind) for kind in CheckpointKind], default="model")
-    importer.add_argument("--source", required=True, help="directory, .gguf file, file://, http(s):// or hub:org/name[@revision]")
+    importer.add_argument("--source", required=True, help="directory, .gguf, file://, http(s):// or hub:org/name[@rev]")
     importer.add_argument("--base", help="digest of the base model (adapters)")
     verifier = commands.add_parser("verify", help="check a stored checkpoint against its digests")
     verifier.add_argument("--root", required=True, help="the store's directory")

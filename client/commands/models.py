@@ -46,7 +46,7 @@ def add_model(
 @adapter.command("add")
 def add_adapter(
     name: Name,
-    source: Annotated[str, typer.Argument(help="A PEFT adapter directory, an http(s) URL, or hub:org/name[@revision].")],
+    source: Annotated[str, typer.Argument(help="A PEFT directory, an http(s) URL, or hub:org/name[@revision].")],
     base: Annotated[str, typer.Option(help="The registered model it was trained on.")],
     url: Url = None,
     api_key: ApiKey = None,

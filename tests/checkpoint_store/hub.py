@@ -45,10 +45,8 @@ def hub(repo_id: str, directory: Path, requests: list[str], manners: Manners | N
                 message = "Invalid credentials in Authorization header" if given else "Repository not found"
                 code = {} if given else {"X-Error-Code": "RepoNotFound"}
                 self.answer(b"{}", 401, {"X-Error-Message": message, **code})
-            elif path.startswith(f"/api/models/{repo_id}/tree/"):
-                self.answer(json.dumps([entry(p) for p in files()]).encode())
             elif path.startswith(f"/api/models/{repo_id}") and not path.endswith("/nowhere"):
-                siblings = [sibling(p) for p in files()]
+                siblings = [sibling(p, directory, manners.sha256) for p in files(directory)]
                 self.answer(json.dumps({"id": repo_id, "sha": SHA, "siblings": siblings}).encode())
             elif path.startswith(f"/{repo_id}/resolve/") and manners.is_gated:
                 self.answer(b"{}", 403, {"X-Error-Code": "GatedRepo"})
@@ -80,24 +78,6 @@ def hub(repo_id: str, directory: Path, requests: list[str], manners: Manners | N
         def log_message(self, *_: Any) -> None:
             """Stay silent."""
 
-    def files() -> list[Path]:
-        return sorted(path for path in directory.rglob("*") if path.is_file())
-
-    def sibling(path: Path) -> dict[str, Any]:
-        name, body = str(path.relative_to(directory)), path.read_bytes()
-        lfs = {"sha256": manners.sha256 or hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
-        is_large = name.endswith(".safetensors")
-        return {"rfilename": name, "size": len(body), "blobId": "0" * 40, "lfs": lfs if is_large else None}
-
-    def entry(path: Path) -> dict[str, Any]:
-        name = str(path.relative_to(directory))
-        return {
-            "type": "file",
-            "path": name,
-            "size": path.stat().st_size,
-            "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
-        }
-
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -107,3 +87,14 @@ def hub(repo_id: str, directory: Path, requests: list[str], manners: Manners | N
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def sibling(path: Path, directory: Path, sha256: str | None) -> dict[str, Any]:
+    name, body = str(path.relative_to(directory)), path.read_bytes()
+    lfs = {"sha256": sha256 or hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+    is_large = name.endswith(".safetensors")
+    return {"rfilename": name, "size": len(body), "blobId": "0" * 40, "lfs": lfs if is_large else None}

@@ -1,0 +1,134 @@
+"""The SDK against a real server: what it sends, what it repeats, what it raises."""
+
+import json
+import time
+
+import pytest
+from aiohttp import web
+
+from nearline.client import Client
+from nearline.protocol.errors import ModelNotFound, NearlineError, Overloaded, StateUnavailable
+from tests.client.conftest import Server
+
+ANSWER = {"id": "r1", "model": "m", "output": {"text": "hi", "finish_reason": "stop"}, "usage": {}, "timings": {}}
+
+
+def refusal(status: int, code: str, **headers: str) -> web.Response:
+    body = {"error": {"message": "why [b]", "type": "t", "param": "model", "code": code}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+async def answered(request: web.Request) -> web.Response:
+    return web.json_response(ANSWER)
+
+
+def test_text_is_one_user_message_and_a_prompt_is_sent_as_it_is(server: Server) -> None:
+    server.handler = answered
+    with Client(server.url, api_key="key") as client:
+        assert client.function("org/m").remote("hello", max_tokens=3).text == "hi"
+        client.function("org/m").remote(prompt="hello")
+    (method, path, headers, body), (_, _, _, raw) = server.seen
+    assert (method, path) == ("POST", "/v1/functions/org/m/invocations")
+    assert headers["Authorization"] == "Bearer key"
+    assert json.loads(body) == {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    assert json.loads(raw) == {"prompt": "hello"}
+
+
+def test_what_the_server_calls_retryable_is_repeated_after_its_delay(server: Server) -> None:
+    async def busy_once(request: web.Request) -> web.StreamResponse:
+        headers = {"x-should-retry": "true", "Retry-After": "0.2"}
+        return refusal(429, "overloaded", **headers) if len(server.seen) == 1 else await answered(request)
+
+    server.handler = busy_once
+    started = time.monotonic()
+    with Client(server.url) as client:
+        assert client.function("m").remote("x").text == "hi"
+    assert len(server.seen) == 2
+    assert time.monotonic() - started >= 0.2
+
+
+@pytest.mark.parametrize("flag", ["false", ""])
+def test_what_it_does_not_is_sent_once(server: Server, flag: str) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return refusal(503, "overloaded", **({"x-should-retry": flag} if flag else {}))
+
+    server.handler = refuse
+    with Client(server.url) as client, pytest.raises(Overloaded, match="why"):
+        client.function("m").remote("x")
+    assert len(server.seen) == 1
+
+
+def test_retries_end_with_the_servers_own_error(server: Server) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return refusal(429, "overloaded", **{"x-should-retry": "true", "Retry-After": "0"})
+
+    server.handler = refuse
+    with Client(server.url) as client, pytest.raises(Overloaded):
+        client.function("m").remote("x")
+    assert len(server.seen) == 3
+
+
+def test_an_error_is_the_type_it_was_on_the_server(server: Server) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return refusal(404, "model_not_found")
+
+    server.handler = refuse
+    with Client(server.url) as client, pytest.raises(ModelNotFound) as caught:
+        client.function("nobody").remote("x")
+    assert caught.value.param == "model"
+
+
+def test_an_error_that_is_no_envelope_still_says_what_came(server: Server) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=502, text="<html>Bad Gateway</html>")
+
+    server.handler = refuse
+    with Client(server.url) as client, pytest.raises(NearlineError, match=r"502.*Bad Gateway"):
+        client.function("m").remote("x")
+
+
+def test_nothing_listening_names_the_cure() -> None:
+    with Client("http://127.0.0.1:9") as client, pytest.raises(StateUnavailable, match="nearline up"):
+        client.function("m").remote("x")
+
+
+def test_an_error_in_mid_stream_is_raised_not_swallowed(server: Server) -> None:
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b': waiting\n\ndata: {"delta": "par"}\n\n')
+        await response.write(b'data: {"error": {"message": "gone", "code": "instance_failed"}}\n\n')
+        return response
+
+    server.handler = break_off
+    received = []
+    with Client(server.url) as client, pytest.raises(NearlineError, match="gone"):
+        received.extend(event["delta"] for event in client.function("m").stream("x"))
+    with Client(server.url) as client:
+        assert next(client.function("m").stream("x")) == {"delta": "par"}
+
+
+def test_every_spawn_carries_a_key_so_that_a_repeat_submits_once(server: Server) -> None:
+    async def accept(request: web.Request) -> web.StreamResponse:
+        if len(server.seen) == 1:
+            return refusal(503, "state_unavailable", **{"x-should-retry": "true", "Retry-After": "0"})
+        return web.json_response({"id": "job_1", "status": "queued"}, status=202)
+
+    server.handler = accept
+    with Client(server.url) as client:
+        assert client.function("m").spawn("x").id == "job_1"
+        client.function("m").spawn("x", idempotency_key="mine")
+    keys = [headers["Idempotency-Key"] for _, _, headers, _ in server.seen]
+    assert keys[0] == keys[1]
+    assert keys[2] == "mine"
+
+
+def test_map_keeps_the_order_of_its_texts(server: Server) -> None:
+    async def echo(request: web.Request) -> web.StreamResponse:
+        text = json.loads(await request.read())["messages"][0]["content"]
+        return web.json_response({**ANSWER, "output": {"text": text.upper(), "finish_reason": "stop"}})
+
+    server.handler = echo
+    with Client(server.url) as client:
+        texts = [f"t{i}" for i in range(40)]
+        assert [output.text for output in client.function("m").map(texts, concurrency=8)] == [t.upper() for t in texts]

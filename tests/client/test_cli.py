@@ -1,0 +1,108 @@
+"""The command: statuses, JSON, and messages a person can act on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.client.conftest import Server
+
+ROW = {
+    "id": "org/m", "state": "asleep", "tier": "ssd", "num_bytes": 269_060_552, "dtype": "bfloat16",
+    "max_context_tokens": 8192, "num_instances": 0,
+}  # fmt: skip
+
+
+def nearline(*arguments: str, url: str = "http://127.0.0.1:9", **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nearline.client.cli", *arguments]
+    environment = {"NEARLINE_URL": url, "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60, **options)
+
+
+def test_a_list_is_a_table_for_people_and_one_json_value_for_programs(server: Server) -> None:
+    async def listed(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [ROW]})
+
+    server.handler = listed
+    shown = nearline("model", "list", url=server.url)
+    assert shown.returncode == 0
+    assert "org/m" in shown.stdout
+    assert "269.1 MB" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert json.loads(nearline("model", "list", "--json", url=server.url).stdout) == [ROW]
+
+
+def test_failure_is_status_1_with_the_cure_on_stderr_or_in_the_json() -> None:
+    plain = nearline("ps")
+    assert (plain.returncode, plain.stdout) == (1, "")
+    assert "nearline up" in plain.stderr
+    as_json = nearline("ps", "--json")
+    assert as_json.returncode == 1
+    assert json.loads(as_json.stdout)["error"]["code"] == "state_unavailable"
+
+
+def test_a_message_with_brackets_prints_as_it_is(server: Server) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "shape [4, 64][/b]", "code": "invalid_request"}}, status=400)
+
+    server.handler = refuse
+    assert "shape [4, 64][/b]" in nearline("ps", url=server.url).stderr
+
+
+def test_an_answer_streams_to_stdout_and_notes_go_to_stderr(server: Server) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in ({"delta": "Hel"}, {"delta": "lo"}, {"delta": "", "finish_reason": "length", "timings": {}}):
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    server.handler = stream
+    done = nearline("invoke", "m", "-", url=server.url, input="from stdin")
+    assert (done.returncode, done.stdout) == (0, "Hello\n")
+    assert "--max-tokens" in done.stderr
+    assert json.loads(server.seen[0][3])["messages"][0]["content"] == "from stdin"
+
+
+def test_a_relative_source_is_sent_as_the_server_sees_it(server: Server, tmp_path: Path) -> None:
+    async def register(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        progress = {"phase": "writing", "done_bytes": 5, "total_bytes": 10}
+        await response.write(f"data: {json.dumps(progress)}\n\ndata: {json.dumps(ROW)}\n\n".encode())
+        return response
+
+    server.handler = register
+    source = tmp_path / "a model"
+    done = nearline("model", "add", "m", "a model", "--json", url=server.url, cwd=tmp_path)
+    assert json.loads(done.stdout) == ROW
+    assert json.loads(server.seen[0][3])["source"] == str(source)
+
+
+def test_a_job_that_failed_makes_wait_fail(server: Server) -> None:
+    async def failed(request: web.Request) -> web.StreamResponse:
+        error = {"message": "no such luck", "code": "instance_failed"}
+        return web.json_response({"id": "job_1", "status": "failed", "error": error})
+
+    server.handler = failed
+    waited = nearline("job", "wait", "job_1", url=server.url)
+    assert waited.returncode == 1
+    assert "no such luck" in waited.stderr
+    assert "no such luck" in nearline("job", "result", "job_1", url=server.url).stderr
+
+
+def test_every_verb_that_answers_takes_json() -> None:
+    from typer.main import get_command
+
+    from nearline.client.cli import app
+
+    root = get_command(app)
+    silent = {"up", "demo", "controller", "node", "replay", "simulate"}
+    for name, command in root.commands.items():
+        for verb in getattr(command, "commands", {name: command}).values():
+            options = {flag for parameter in verb.params for flag in parameter.opts}
+            assert name in silent or "--json" in options, f"nearline {name} {verb.name}"

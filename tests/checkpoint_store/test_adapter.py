@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.checkpoint_store.convert_types import Reporter
@@ -291,3 +291,14 @@ def test_names_with_an_adapter_suffix_or_without_peft_prefix_are_read(
         shutil.copytree(source, other)
         write_raw(other / WEIGHTS, {name.replace(old, new): value for name, value in raw.items()})
         assert import_adapter(root, other, base).digest == wanted.digest
+
+
+def test_a_base_whose_projections_are_not_llamas_is_refused_with_the_cure(
+    root: Path, tmp_path: Path, make: Callable[..., Path], tiny_tokenizer_json: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=259)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json))
+    base = import_model(root, tmp_path / "gpt2").digest
+    with pytest.raises(UnsupportedCheckpoint, match=r"GPT2LMHeadModel.*merge_and_unload"):
+        import_adapter(root, make(), base)

@@ -268,3 +268,23 @@ def test_a_custom_code_config_runs_no_code(root: Path, source: Path) -> None:
     (source / "evil.py").write_text("raise SystemExit('executed')")
     manifest = import_model(root, source)
     assert "evil.py" not in manifest.info.files
+
+
+def test_a_gpt2_saved_without_its_output_layer_is_the_same_model(
+    root: Path, tmp_path: Path, tiny_tokenizer_json: dict[str, Any]
+) -> None:
+    """The original GPT-2 is such a file: names without `transformer.`, attention masks among the weights."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=259)
+    )
+    model.save_pretrained(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "bare")
+    tensors = read_raw(tmp_path / "whole" / WEIGHTS_NAME)
+    bare = {name.removeprefix("transformer."): raw for name, raw in tensors.items()}
+    write_raw(tmp_path / "bare" / WEIGHTS_NAME, {**bare, "h.0.attn.bias": random_f32((1, 1, 4, 4))})
+    for name in ("whole", "bare"):
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json))
+    warnings: list[str] = []
+    digest = import_model(root, tmp_path / "bare", warnings).digest
+    assert digest == import_model(root, tmp_path / "whole").digest
+    assert "transformer.h.0.attn.bias" in warnings[0]

@@ -91,3 +91,60 @@ def test_what_we_cannot_run_is_refused_by_name(change: dict[str, Any], complaint
     config = {key: value for key, value in config.items() if value is not None}
     with pytest.raises(UnsupportedCheckpoint, match=complaint):
         decoder_spec(config)
+
+
+LOCAL_SCALING = {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+SHORT = {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 8}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("MixtralForCausalLM", {"num_local_experts": 8}, r"Mixtral.*\(a mixture of experts\).*supported: .*MistralFor"),
+    ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 16}, "projected embeddings"),
+    ("OPTForCausalLM", {"ffn_dim": 48, "do_layer_norm_before": False}, "norms behind"),
+    ("OPTForCausalLM", {"ffn_dim": 48, "layer_norm_elementwise_affine": False}, "norms without weights"),
+    ("OPTForCausalLM", {}, "lacks 'ffn_dim'"),
+    ("GPT2LMHeadModel", {**GPT2, "add_cross_attention": True}, "add_cross"),
+    ("Phi3ForCausalLM", {"rope_scaling": SHORT}, "short_factor has 1"),
+    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "lacks 'short_factor'"),
+    ("Gemma3ForCausalLM", {"rope_parameters": LOCAL_SCALING}, "sliding layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "change", "complaint"), REFUSED)
+def test_what_a_family_lacks_is_refused_by_name(architecture: str, change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=complaint):
+        decoder_spec({"architectures": [architecture], **SMALL, **change})
+
+
+def test_gemma3_configs_of_both_generations_mean_the_same() -> None:
+    """As on the hub in 2025 (flat fields, a pattern) and as transformers 5 writes them (nested, a list)."""
+    old = {
+        "architectures": ["Gemma3ForCausalLM"], **SMALL, "num_hidden_layers": 7, "head_dim": 8, "sliding_window": 16,
+        "sliding_window_pattern": 6, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "rope_scaling": None,
+        "query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "float32",
+    }  # fmt: skip
+    new = transformers.Gemma3TextConfig(**{k: v for k, v in old.items() if k != "architectures"}).to_dict()
+    assert "rope_theta" not in new
+    spec = decoder_spec(old)
+    assert spec == decoder_spec(new | {"architectures": old["architectures"]})
+    assert spec.sliding_layers == (0, 1, 2, 3, 4, 6)
+    assert (spec.rope_theta, spec.sliding_rope_theta, spec.is_tied) == (1e6, 1e4, True)
+
+
+def test_phi4_is_a_phi3_and_phi3_says_su_for_longrope() -> None:
+    phi4 = {"architectures": ["Phi3ForCausalLM"], **SMALL, "rope_theta": 250_000.0, "rope_scaling": None}
+    assert (decoder_spec(phi4).rope_theta, decoder_spec(phi4).rope_scaling) == (250_000.0, None)
+    factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0] * 3}
+    mini = {
+        **phi4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "max_position_embeddings": 1024,
+        "rope_scaling": {"type": "su", **factors},
+    }  # fmt: skip
+    spec = decoder_spec(mini)
+    assert (spec.max_context_tokens, spec.rotary_dim) == (64, 6)
+    assert spec.rope_scaling is not None
+    assert spec.rope_scaling.divisors == (1.0, 1.5, 2.0)
+
+
+def test_the_first_gemmas_gelu_is_the_tanh_approximation() -> None:
+    config = {"architectures": ["GemmaForCausalLM"], **SMALL, "hidden_act": "gelu", "hidden_activation": None}
+    assert decoder_spec(config).activation == "gelu_pytorch_tanh"

@@ -9,6 +9,7 @@ keeps its slot for `residence_factor` × its start, swapping never takes more th
 from functools import partial
 
 from nearline.controller.actions import EnsureInstance, Preload
+from nearline.controller.advice import Adviser
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import bytes_by_tier, startup
@@ -35,6 +36,7 @@ class CapacityDesk:
         self._agenda = agenda
         self._requests = requests
         self._machines = machines
+        self._adviser = Adviser(fleet, config)
         self._wanting: dict[ModelKey, None] = {}
         self._num_instances = 0
         self._replan_at = float("inf")
@@ -72,7 +74,7 @@ class CapacityDesk:
         """Give every model that wants an instance the best place there is, the most urgent model first."""
         claimed: dict[InstanceId, None] = {}
         self._replan_at = float("inf")
-        for model in sorted([self._fleet.models[key] for key in self._wanting], key=self._urgency):
+        for model in self._in_order(now):
             while self._is_wanting(model) and self._try(model, claimed, now):
                 pass
             self.consider(model)
@@ -80,6 +82,12 @@ class CapacityDesk:
             self._agenda.timers.set(("plan", ""), self._replan_at)
         else:
             self._agenda.timers.drop(("plan", ""))
+
+    def _in_order(self, now: Seconds) -> list[ModelRecord]:
+        """All models that want an instance: the starved ones as advised, then the others."""
+        models = sorted([self._fleet.models[key] for key in self._wanting], key=self._urgency)
+        starved = [model for model in models if model.starved_since is not None]
+        return self._adviser.order(starved, now) + models[len(starved) :]
 
     def _is_wanting(self, model: ModelRecord) -> bool:
         if model.key not in self._fleet.models:
@@ -175,7 +183,7 @@ class CapacityDesk:
         starved_since = model.starved_since
         if other.spec.model_id == model.spec.model_id and not other.is_retired:
             return False
-        if instance.ready_at is None or other.num_live <= other.spec.min_replicas:
+        if instance.loaded_at is None or other.num_live <= other.spec.min_replicas:
             return False
         if starved_since is None and model.num_live >= model.spec.min_replicas:
             return False

@@ -158,6 +158,7 @@ class MachineDesk:
         instance.ready_at = instance.idle_since = now
         model = instance.model
         model.num_start_failures, model.retry_at = 0, 0.0
+        model.last_places = instance.max_running
         model.failed_nodes.clear()
         self._agenda.is_plan_due = True
 

@@ -161,6 +161,7 @@ class ModelRecord:
     preloading_on: NodeId | None = None
     wait_reason: str = ""
     service_s: Seconds = 1.0
+    last_places: int = 0
     lengths: LengthPredictor = field(default_factory=LengthPredictor)
     waits: WaitEstimator = field(default_factory=WaitEstimator)
 

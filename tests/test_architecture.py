@@ -40,6 +40,7 @@ MINDS = {
         "machines",
         "capacity",
         "promises",
+        "advice",
     },
 }
 IMPURE = {"time", "asyncio", "threading", "logging", "structlog", "torch", "random", "os", "socket", "subprocess",

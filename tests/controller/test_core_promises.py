@@ -3,7 +3,7 @@
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
 from nearline.protocol import TenantId
-from tests.controller.fleets import MAX_RUNNING, World, model, world
+from tests.controller.fleets import GB, MAX_RUNNING, World, model, report, resident, world
 
 
 def serve(w: World, num_rounds: int) -> list[str]:
@@ -50,3 +50,27 @@ def test_what_is_learned_of_a_model_survives_a_new_version_of_it() -> None:
     current = w.core.fleet.current_model("a")  # type: ignore[arg-type]
     assert current is not None
     assert current.lengths.calibration.num_answers == 1
+
+
+def test_models_with_short_starts_get_a_scarce_slot_before_one_whose_start_would_make_all_of_them_late() -> None:
+    """By due date `big` is first. Its start takes 17 s of the others' 20."""
+    w = World()
+    sizes = {"blocker": GB, "big": 34 * GB, "x": 2 * GB, "y": 2 * GB}
+    for name, size in sizes.items():
+        w.post(happened.ModelAdded(model(name, num_bytes=size)))
+    residency = tuple(resident(f"digest-of-{name}", size) for name, size in sizes.items())
+    w.add_node(report(num_slots=1, residency=residency))
+    w.arrive("b", "blocker")
+    w.start_all()
+    for n, name in enumerate(("big", "x", "y")):
+        w.sleep(0.1 * n)
+        w.arrive(name, name)
+    w.sleep(0.5)
+    w.token("b")
+    w.finish("b")
+    order = []
+    for _ in range(60):
+        w.sleep(0.5)
+        w.start_all()
+        order += serve(w, 1)
+    assert order == ["x", "y", "big"]

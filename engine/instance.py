@@ -14,6 +14,7 @@ import torch
 from nearline import kernels
 from nearline.engine.config import EngineConfig
 from nearline.engine.core import EngineCore
+from nearline.engine.grammars import Grammars
 from nearline.engine.runner import Runner, RunnerConfig
 from nearline.loader import LoadedCheckpoint, MappedPool, attach, load_directory
 from nearline.protocol import Bytes, Digest, InstanceSpec, Seconds, SequenceUpdate, decoder_spec
@@ -48,7 +49,12 @@ class BoundInstance:
         self._loaded: LoadedCheckpoint = attach(pool, directory, bind.frames, habits.device)
         try:
             info = self._loaded.manifest.info
-            settings = RunnerConfig(kv_bytes=bind.kv_bytes, device=habits.device, eos_token_ids=info.eos_token_ids)
+            settings = RunnerConfig(
+                kv_bytes=bind.kv_bytes,
+                device=habits.device,
+                eos_token_ids=info.eos_token_ids,
+                tokenizer=directory / "tokenizer.json",
+            )
             self._runner = Runner(self._loaded, decoder_spec(_read_config(directory)), settings)
             self.core = EngineCore(info, _engine_config(self._runner, bind.max_running, habits))
         except BaseException:
@@ -71,6 +77,10 @@ class BoundInstance:
         # Sequences that failed without an outcome end first: committed, their blocks would serve other sequences.
         failed = [update for one, why in self._runner.failed for update in self.core.fail([one], why, now)]
         return failed + self.core.commit(batch, sampled, now)
+
+    @property
+    def grammars(self) -> Grammars:
+        return self._runner.grammars
 
     def read_adapter(self, digest: Digest, directory: str) -> Callable[[], Bytes]:
         """Return the work of reading an adapter, for the reader's thread; it refers to the adapter pool alone."""

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
+from nearline.engine.grammars import Grammars
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, KVCache
 from nearline.engine.models.decoder import Decoder
 from nearline.engine.models.layers import WeightReader, Weights, check_shapes, compute_dtype
@@ -37,13 +39,16 @@ class RunnerConfig:
     dtype: torch.dtype | None = None
     """Compute dtype; None: the one stored. Any other copies every weight."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that `min_tokens` holds back."""
+    """Tokens that `min_tokens` holds back and with which a grammar may end."""
+    tokenizer: Path | None = None
+    """The checkpoint's tokenizer.json, for grammars only."""
 
 
 class Runner:
     """The hands of one bound engine. One thread calls `run`, one batch at a time.
 
-    `adapters` is its adapter pool; `failed` names the sequences of the last step that failed without an outcome.
+    `adapters` is its adapter pool, `grammars` what structured output needs; `failed` names the sequences of the last
+    step that failed without an outcome.
     """
 
     def __init__(self, weights: Weights, spec: DecoderSpec, config: RunnerConfig) -> None:
@@ -60,7 +65,8 @@ class Runner:
         self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
-        self._sampler = Sampler(config.eos_token_ids)
+        self.grammars = Grammars(config.tokenizer, spec.vocab_size, config.eos_token_ids)
+        self._sampler = Sampler(config.eos_token_ids, self.grammars)
         self._prompts = PromptReader(self.decoder.logits)
 
     @property

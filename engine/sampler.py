@@ -1,6 +1,6 @@
 """Chooses the next token of every sampled row: all greedy rows at once, the others one by one.
 
-Holds no state: penalties and limits derive from the sequence's tokens, randomness from (seed, position).
+Holds no state: penalties, grammars and limits derive from the sequence's tokens, randomness from (seed, position).
 """
 
 from collections.abc import Sequence as Seq
@@ -11,15 +11,18 @@ from torch import Tensor
 
 from nearline import kernels
 from nearline.engine.distribution import Row, adjust, adjusts, draw, is_greedy, logprob
+from nearline.engine.grammars import Grammars
 from nearline.engine.types import BatchItem, SampledToken
+from nearline.protocol import SamplingParams
 from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, NearlineError
 
 
 class Sampler:
     """Samples for one model. `eos_token_ids` are what `min_tokens` holds back (besides a request's own stop ids)."""
 
-    def __init__(self, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, eos_token_ids: Seq[int], grammars: Grammars) -> None:
         self._eos = tuple(eos_token_ids)
+        self._grammars = grammars
 
     def sample(self, logits_SV: Tensor, items: Seq[BatchItem]) -> list[SampledToken]:
         """Choose a token per row; `items[i]` belongs to row i. A row that cannot be sampled carries its error.
@@ -45,18 +48,26 @@ class Sampler:
         num_prompt = sequence.num_prompt
         logits = raw
         try:
-            if adjusts(params, position - num_prompt):
+            if adjusts(params, position - num_prompt) or params.grammar is not None:
                 logits = raw.copy()
                 generated = sequence.token_ids[num_prompt:position]
-                ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
-                adjust(logits, params, sequence.request.prompt_token_ids, generated, ends)
+                adjust(logits, params, sequence.request.prompt_token_ids, generated, self._ends(params))
+                if params.grammar is not None:
+                    logits[~self._grammars.allowed(sequence, position)] = -np.inf
                 if not np.isfinite(logits.max()):
                     return _failed(_not_finite(item))
             token_id = int(logits.argmax()) if is_greedy(params) else draw(logits, params, position)
+            is_last = params.grammar is not None and self._grammars.completes(sequence, token_id)
         except NearlineError as error:
             return _failed(error)
         reported = None if params.logprobs is None else logprob(raw, token_id, params.logprobs)
-        return SampledToken(token_id, reported)
+        return SampledToken(token_id, reported, is_last=is_last)
+
+    def _ends(self, params: SamplingParams) -> Seq[int]:
+        """Tokens that `min_tokens` holds back. None with a grammar: it alone knows where it may end."""
+        if params.grammar is not None:
+            return ()
+        return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
 
 
 def _best(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
@@ -75,7 +86,8 @@ def _best(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
 def _is_plain_greedy(item: BatchItem) -> bool:
     params = item.sequence.request.sampling
     num_generated = item.start + item.num_tokens - item.sequence.num_prompt
-    return is_greedy(params) and params.logprobs is None and not adjusts(params, num_generated)
+    is_free = params.logprobs is None and params.grammar is None
+    return is_greedy(params) and is_free and not adjusts(params, num_generated)
 
 
 def _not_finite(item: BatchItem) -> NearlineError:

@@ -11,6 +11,7 @@ import time
 from nearline.engine.adapter_reader import AdapterReader
 from nearline.engine.adapters import FreeAdapter
 from nearline.engine.core import EngineLoad
+from nearline.engine.grammar_compiler import GrammarCompiler
 from nearline.engine.instance import LOST, BoundInstance, EngineHabits, bind_instance
 from nearline.engine.link import AgentLink, LinkClosed
 from nearline.loader import MappedPool
@@ -48,6 +49,7 @@ class EngineServer:
         self._pool: MappedPool | None = None
         self._instance: BoundInstance | None = None
         self._reader = AdapterReader(link.wake)
+        self._compiler = GrammarCompiler(link.wake)
         self._last_model = ModelId("")
         self._updates: list[SequenceUpdate] = []
         self._told = _NO_LOAD
@@ -77,6 +79,8 @@ class EngineServer:
         if instance is None:
             return False
         self._tend_adapters(instance)
+        for compiled in self._compiler.finished():
+            self._start(compiled.submit, compiled.error)
         updates = instance.step(time.monotonic)
         self._updates += updates or []
         return updates is not None
@@ -109,6 +113,7 @@ class EngineServer:
             case Submit():
                 self._submit(message)
             case Abort() if self._serves(message.instance_id):
+                self._compiler.forget(message.request_id)
                 self._bound.core.abort(message.request_id, time.monotonic())
             case LoadAdapter(digest, directory) if self._instance:
                 if self._instance.core.load_adapter(digest, directory):
@@ -133,13 +138,24 @@ class EngineServer:
         return self._instance is not None and self._instance.spec.instance_id == instance_id
 
     def _submit(self, submit: Submit) -> None:
-        request = submit.request
-        if self._serves(submit.instance_id):
-            generated = submit.generated_token_ids
-            self._updates += self._bound.core.add(request, submit.attempt, generated, time.monotonic())
+        if not self._serves(submit.instance_id):
+            lost = InstanceFailed(f"instance {submit.instance_id} is not bound in this engine; send again")
+            self._start(submit, ErrorInfo.of(lost))
             return
-        error = ErrorInfo.of(InstanceFailed(f"instance {submit.instance_id} is not bound in this engine; send again"))
-        self._updates.append(SequenceUpdate(request.request_id, submit.attempt, (), FinishReason.ERROR, error=error))
+        grammar = submit.request.sampling.grammar
+        self._compiler.forget(submit.request.request_id)
+        if grammar is None or self._bound.grammars.has(grammar):
+            self._start(submit, None)
+        else:
+            self._compiler.hold(submit, self._bound.grammars)
+
+    def _start(self, submit: Submit, error: ErrorInfo | None) -> None:
+        """Begin a sequence, or say why it cannot."""
+        request, attempt = submit.request, submit.attempt
+        if error is not None:
+            self._updates.append(SequenceUpdate(request.request_id, attempt, (), FinishReason.ERROR, error=error))
+            return
+        self._updates += self._bound.core.add(request, attempt, submit.generated_token_ids, time.monotonic())
 
     def _bind(self, bind: Bind) -> None:
         if self._pool is None:
@@ -160,6 +176,7 @@ class EngineServer:
     def _unbind(self) -> None:
         if self._instance is not None:
             log.info("unbinding %s", self._instance.spec.instance_id)
+            self._compiler.forget_all()
             self._tell()
             self._instance.close()
         self._instance, self._told = None, _NO_LOAD
@@ -170,6 +187,8 @@ class EngineServer:
         log.error("the instance is lost: %s; exiting", error.message)
         instance = self._bound
         try:
+            for submit in self._compiler.forget_all():
+                self._start(submit, error)
             self._updates += instance.core.fail_all(error, time.monotonic())
             self._tell()
             self._link.send(BindFailed(instance.spec.instance_id, error))

@@ -153,7 +153,7 @@ def bind() -> Callable[..., Harness]:
         plain = model.config.to_dict() | {"architectures": [type(model).__name__]}
         spec = decoder_spec(plain)
         kv_bytes = num_tokens * spec.kv_values_per_token * (config.get("dtype") or model.dtype).itemsize
-        runner_config = RunnerConfig(kv_bytes=kv_bytes, eos_token_ids=(2,), **config)
+        runner_config = RunnerConfig(kv_bytes=kv_bytes, **({"eos_token_ids": (2,)} | config))
         weights = StateDictWeights(model.state_dict())
         return Harness(weights, Runner(weights, spec, runner_config))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nearline.protocol import FinishReason, Request
+from nearline.protocol import FinishReason, Grammar, GrammarKind, Pooling, Request
 from nearline.protocol.frames import Abort, AdapterLoaded, BindFailed, LoadAdapter, StepDone, UnloadAdapter
 from tests.engine.checkpoints import Oracle
 from tests.engine.engine_process import INSTANCE, EngineUnderTest
@@ -188,3 +188,49 @@ def test_what_cannot_be_bound_says_why_and_the_process_stays(
     shared.bind(checkpoints["a"])
     assert shared.generate(request("r", [1, 2])) == [oracles["a"]([1, 2])]
     shared.unbind()
+
+
+def test_a_prompt_is_scored_and_embedded_beside_others(engine: EngineUnderTest, oracles: dict[str, Oracle]) -> None:
+    import numpy as np
+    import torch
+
+    prompt = [(3 * i) % 256 for i in range(90)]  # three chunks of 40 tokens
+    with torch.inference_mode():
+        output = oracles["a"].model(torch.tensor([prompt]), output_hidden_states=True)
+    engine.generate(make_request("warm", prompt))  # what is cached must be read all the same
+    scored = make_request("scored", prompt, max_tokens=0, prompt_logprobs=0)
+    engine.submit(scored, make_request("mean", prompt, pooling=Pooling.MEAN), request("plain", prompt))
+    end = engine.outcome("scored")[1]
+    assert end.finish_reason is FinishReason.LENGTH
+    exact = output.logits[0].log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).flatten()
+    assert [one.logprob for one in end.prompt_logprobs or ()] == pytest.approx(exact.tolist(), abs=1e-4)
+    vector = np.frombuffer(engine.outcome("mean")[1].embedding or b"", "<f4")
+    assert vector == pytest.approx(output.hidden_states[-1][0].mean(0).numpy(), abs=1e-4)
+    assert engine.outcome("plain")[0] == oracles["a"](prompt)
+
+
+def test_grammars_are_compiled_beside_the_others_and_bad_ones_harm_nobody(
+    engine: EngineUnderTest, oracles: dict[str, Oracle]
+) -> None:
+    prompt, good = prompts(1)[0], Grammar(GrammarKind.REGEX, "[0-9]{4}")
+    bad = [Grammar(GrammarKind.REGEX, "("), Grammar(GrammarKind.JSON_SCHEMA, "[]"), Grammar(GrammarKind.LARK, "%%")]
+    for order in ([good, *bad], [*bad, good]):
+        engine.inbox.clear()
+        engine.submit(request("plain", prompt))
+        for index, grammar in enumerate(order):
+            engine.submit(
+                request(f"g{index}", prompt, grammar=grammar), request(f"gone{index}", prompt, grammar=grammar)
+            )
+            engine.send(Abort(INSTANCE, f"gone{index}"))
+        assert engine.outcome("plain")[0] == oracles["a"](prompt)
+        for index, grammar in enumerate(order):
+            tokens, end = engine.outcome(f"g{index}")
+            if grammar is good:
+                assert (len(tokens), end.finish_reason) == (4, FinishReason.STOP)
+            else:
+                assert end.error is not None
+                assert (end.error.code, end.error.param, tokens) == ("invalid_request", "grammar", [])
+            assert [u.finish_reason for u in engine.updates(f"gone{index}") if u.finish_reason] == []
+    whole = engine.outcome(f"g{len(order) - 1}")[0]
+    engine.submit(request("resumed", prompt, grammar=good), attempt=2, generated=tuple(whole[:2]))
+    assert engine.outcome("resumed")[0] == whole[2:]

@@ -1,0 +1,162 @@
+"""Grammars of requests as masks over the vocabulary, by llguidance. A mask depends on the sequence's tokens alone.
+
+llguidance is optional here: an engine without it refuses requests that bring a grammar, and serves all others.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearline.engine.sequence import Sequence
+from nearline.protocol import Grammar, GrammarKind
+from nearline.protocol.errors import Fault, InvalidRequest, UnsupportedCheckpoint
+
+llguidance: Any
+try:
+    llguidance = import_module("llguidance")
+except ImportError:
+    llguidance = None
+
+Mask = NDArray[np.bool_]
+
+MAX_COMPILED = 64
+MAX_LEXER_STATES = 50_000
+"""Per grammar; a state takes one or two kilobytes."""
+MAX_SYMBOLS = 100_000
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A sequence's matcher and how many generated tokens it has seen."""
+
+    matcher: Any
+    num_seen: int = 0
+
+
+class Grammars:
+    """Masks for one bound model. `tokenizer` is its tokenizer.json, read when the first grammar comes.
+
+    `compile` may run in any thread, the rest in one. Owns: the vocabulary table and MAX_COMPILED compiled grammars.
+    """
+
+    def __init__(self, tokenizer: Path | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._path, self._vocab_size, self._eos = tokenizer, vocab_size, eos_token_ids
+        self._table: Any = None
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+
+    def has(self, grammar: Grammar) -> bool:
+        """Say whether a sequence of this grammar can start without compiling anything."""
+        return grammar in self._compiled
+
+    def compile(self, grammar: Grammar) -> Any:
+        """Return a matcher that has seen nothing; others wait meanwhile.
+
+        Raises InvalidRequest for a grammar that cannot be, Fault without llguidance, UnsupportedCheckpoint without
+        a tokenizer.json that it can read.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = self._compile(grammar)
+                self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return matcher
+
+    def allowed(self, sequence: Sequence, position: int) -> Mask:
+        """Say which tokens may stand at `position`. Shapes: [V]. Raises InvalidRequest when the grammar gives up."""
+        progress = self._at(sequence, position)
+        bits = np.frombuffer(progress.matcher.compute_bitmask(), dtype=np.uint8)
+        _raise_if_broken(progress.matcher, f"after {progress.num_seen} tokens")
+        mask = np.unpackbits(bits, count=min(self._vocab_size, 8 * len(bits)), bitorder="little").astype(np.bool_)
+        return np.pad(mask, (0, self._vocab_size - len(mask)))
+
+    def completes(self, sequence: Sequence, token_id: int) -> bool:
+        """Take in the token chosen for the position just asked for; say whether nothing may follow it."""
+        progress = self._progress[sequence]
+        progress.matcher.consume_token(token_id)
+        progress.num_seen += 1
+        _raise_if_broken(progress.matcher, f"at token {progress.num_seen}")
+        return bool(progress.matcher.is_stopped())
+
+    def _at(self, sequence: Sequence, position: int) -> _Progress:
+        num_generated = position - sequence.num_prompt
+        progress = self._progress.get(sequence)
+        if progress is None or progress.num_seen > num_generated:  # a step that failed is run again
+            grammar = sequence.request.sampling.grammar
+            assert grammar is not None
+            progress = self._progress[sequence] = _Progress(self.compile(grammar).deep_copy())
+        tokens = sequence.token_ids[sequence.num_prompt + progress.num_seen : position]
+        if tokens:
+            progress.matcher.consume_tokens(tokens)
+            progress.num_seen = num_generated
+            _raise_if_broken(progress.matcher, f"after {num_generated} tokens")
+        return progress
+
+    def _compile(self, grammar: Grammar) -> Any:
+        table = self._vocabulary()
+        matcher = llguidance.LLMatcher(table, _source(grammar), log_level=0, limits=_limits())
+        _raise_if_broken(matcher, "")
+        return matcher
+
+    def _vocabulary(self) -> Any:
+        if llguidance is None:
+            raise Fault("this engine has no llguidance, which structured output needs; pip install llguidance there")
+        if self._table is None:
+            if self._path is None or not self._path.exists():
+                raise UnsupportedCheckpoint(
+                    "structured output needs the checkpoint's tokenizer.json; save a fast tokenizer beside the weights"
+                    " and import the model again"
+                )
+            try:
+                self._table = _read_table(self._path.read_text(), self._vocab_size, list(self._eos) or None)
+            except Exception as error:
+                raise UnsupportedCheckpoint(
+                    f"{self._path.name} cannot be used for structured output: {error}"
+                ) from None
+        return self._table
+
+
+def _read_table(tokenizer: str, vocab_size: int, eos: list[int] | None) -> Any:
+    slices = llguidance.LLTokenizer.json_slices()
+    try:
+        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos, slices=slices)
+    except ValueError:  # the tokenizer knows tokens that the model does not
+        return llguidance.LLTokenizer(tokenizer, eos_token=eos, slices=slices)
+
+
+def _source(grammar: Grammar) -> str:
+    matcher = llguidance.LLMatcher
+    made: str
+    try:
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            made = matcher.grammar_from_json_schema(grammar.source)
+        elif grammar.kind is GrammarKind.REGEX:
+            made = matcher.grammar_from_regex(grammar.source)
+        else:
+            made = matcher.grammar_from_lark(grammar.source)
+    except ValueError as error:
+        raise InvalidRequest(f"the {grammar.kind} cannot be read: {error}", param="grammar") from None
+    return made
+
+
+def _limits() -> Any:
+    return llguidance.LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_SYMBOLS, verbose_errors=False
+    )  # fmt: skip
+
+
+def _raise_if_broken(matcher: Any, where: str) -> None:
+    error = matcher.get_error()
+    if error:
+        raise InvalidRequest(f"the grammar cannot be followed {where}: {error}".replace(" :", ":"), param="grammar")

@@ -7,7 +7,7 @@ from typing import Any
 from nearline.controller.http.ports import RequestHandle, Runtime
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta, TextStream
-from nearline.protocol import FinishReason, Request, SequenceUpdate, Usage
+from nearline.protocol import FinishReason, Request, SequenceUpdate, TokenLogprob, Usage
 from nearline.protocol.errors import Cancelled, NearlineError
 
 
@@ -26,7 +26,8 @@ class Call:
 class Generation:
     """One running call. Owns: its request handle, cancelled when the reader leaves early.
 
-    `finish_reason` is "stop" or "length" once the deltas have ended.
+    `finish_reason` is "stop" or "length" once the deltas have ended. `prompt_logprobs`, if asked for, are there
+    before the first delta.
     """
 
     def __init__(self, runtime: Runtime, call: Call) -> None:
@@ -40,6 +41,7 @@ class Generation:
         self._num_cached_tokens = 0
         self._is_over = False
         self.finish_reason: str | None = None
+        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield text as it becomes certain; the last delta may be empty. Raises the request's NearlineError."""
@@ -47,6 +49,8 @@ class Generation:
             async for update in self._handle:
                 if update.timings is not None:
                     self._num_cached_tokens = update.timings.num_cached_tokens
+                if update.prompt_logprobs is not None:
+                    self.prompt_logprobs = update.prompt_logprobs
                 delta = self._stream.push(update.token_ids, update.logprobs)
                 if delta.is_stopped:
                     self._end("stop")
@@ -103,6 +107,7 @@ class NoGeneration:
     finish_reason = "length"
     num_tokens = 0
     timings = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def __init__(self, call: Call) -> None:
         self.usage = Usage(len(call.request.prompt_token_ids), 0)

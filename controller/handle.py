@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from nearline.protocol import (
@@ -46,7 +46,7 @@ class InstanceTrack:
     node_id: NodeId
     ensured_at: Seconds
     estimate_s: Seconds
-    ready_at: Seconds | None = None
+    loaded_at: Seconds | None = None
     timings: StartTimings | None = None
 
 
@@ -102,7 +102,7 @@ class RequestHandle:
         if self._dispatched_at is None or self._first_track is None:
             return None
         track, start, sequence = self._first_track, self._first_track.timings, self._sequence_timings
-        is_cold = track.ready_at is not None and track.ready_at > self.opened_at
+        is_cold = track.loaded_at is None or track.loaded_at > self.opened_at
         queued_until = max(track.ensured_at, self.opened_at) if is_cold else self._dispatched_at
         cold = start if is_cold else None
         first_at = self._first_token_at
@@ -131,15 +131,15 @@ class RequestHandle:
     def receive(self, update: SequenceUpdate, now: Seconds) -> bool:
         """Take an update of the current attempt. True if it brought the attempt's first token."""
         is_over = update.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        is_first = bool(update.token_ids) and not self._attempt_has_token
-        if update.token_ids:
+        brings = bool(update.token_ids) or update.embedding is not None or update.prompt_logprobs is not None
+        is_first = brings and not self._attempt_has_token
+        if brings:
             self._attempt_has_token = True
             if self._first_token_at is None:
                 self._first_token_at, self._sequence_timings = now, update.timings
             self.generated_token_ids.extend(update.token_ids)
         if update.token_ids or is_over:
-            kept = (update.request_id, update.attempt, update.token_ids, update.finish_reason if is_over else None)
-            self._updates.put_nowait(SequenceUpdate(*kept, logprobs=update.logprobs, timings=update.timings))
+            self._updates.put_nowait(update if is_over else replace(update, finish_reason=None, error=None))
         if is_over:
             self.end(None)
         return is_first

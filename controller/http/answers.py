@@ -41,7 +41,8 @@ class Answer:
         self.generations: list[Generation | NoGeneration] = []
         try:
             for call in calls:
-                is_empty = call.request.sampling.max_tokens == 0
+                sampling = call.request.sampling
+                is_empty = sampling.max_tokens == 0 and sampling.prompt_logprobs is None
                 self.generations.append(NoGeneration(call) if is_empty else Generation(door.runtime, call))
         except Exception as error:
             self._cancel()

@@ -40,7 +40,7 @@ async def text_prompt(target: Target, text: TextModel, prompt: str | list[int]) 
     if isinstance(prompt, str):
         ids = await text.encode(prompt, max_chars=_max_chars(target))
     else:
-        _room(target, len(prompt), "prompt")
+        _room(target, len(prompt), "prompt", least=0)
         ids, size = tuple(prompt), vocab_size(target, text)
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
@@ -67,8 +67,9 @@ def make_call(
 ) -> Call:
     """Put one request together. Raises ContextLengthExceeded or InvalidRequest before anything runs."""
     is_chat = isinstance(body, ChatFields) and getattr(body, "messages", None) is not None
-    room = _room(target, len(prompt), "messages" if is_chat else "prompt")
-    sampling = _sampling(body, text, target, min(_max_tokens(body, default_max_tokens), room))
+    asked = _max_tokens(body, default_max_tokens)
+    room = _room(target, len(prompt), "messages" if is_chat else "prompt", min(asked, 1))
+    sampling = _sampling(body, text, target, min(asked, room))
     checkpoint = target.model.checkpoint
     eos = () if body.ignore_eos else checkpoint.eos_token_ids
     adapter = target.adapter
@@ -124,14 +125,15 @@ def _max_chars(target: Target) -> int | None:
     return limit * MAX_CHARS_PER_TOKEN if limit else None
 
 
-def _room(target: Target, num_prompt_tokens: int, param: str) -> int:
+def _room(target: Target, num_prompt_tokens: int, param: str, least: int = 1) -> int:
+    """Tokens that fit behind the prompt. Raises ContextLengthExceeded if they are fewer than `least`."""
     limit = target.model.checkpoint.max_context_tokens
     if not limit:
         return UNLIMITED
-    if num_prompt_tokens >= limit:
+    if num_prompt_tokens + least > limit:
         raise ContextLengthExceeded(
             f"the prompt has {num_prompt_tokens} tokens, but the context of {target.name!r} holds {limit} with at"
-            " least one for the answer; shorten the prompt",
+            f" least {least} for the answer; shorten the prompt",
             param=param,
         )
     return limit - num_prompt_tokens

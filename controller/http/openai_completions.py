@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -12,7 +13,7 @@ from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import choices, load, make_call, text_prompt
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
-from nearline.controller.http.logprobs import completion_logprobs
+from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_logprobs, joined
 from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody
 from nearline.controller.http.sse import stream_events
 from nearline.controller.text import TextModel
@@ -25,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16
 class Completion:
     """One completion request under way: each prompt has `n` choices, numbered through."""
 
-    def __init__(self, body: CompletionBody, text: TextModel, answer: Answer, echoes: list[str]) -> None:
+    def __init__(self, body: CompletionBody, text: TextModel, answer: Answer, echoes: list[Echo]) -> None:
         self.body = body
         self._text = text
         self._answer = answer
@@ -41,37 +42,50 @@ class Completion:
         target, text = await load(door, body.model)
         n = body.n or 1
         calls: list[Call] = []
-        echoes: list[str] = []
+        echoes: list[Echo] = []
         prompts = prompts_of(body)
         if len(prompts) * n > MAX_CHOICES:
             raise InvalidRequest(f"{len(prompts)} prompts of {n} choices are more than {MAX_CHOICES}", param="prompt")
         for prompt in prompts:
             ids = await text_prompt(target, text, prompt)
             call = make_call(caller, target, text, ids, body, DEFAULT_MAX_TOKENS, body.logprobs)
+            echo = Echo()
+            if body.echo:
+                echo = Echo(prompt if isinstance(prompt, str) else text.decode(prompt), ids)
+                call = _scored(call, body.logprobs)
             calls += choices(call, n)
-            echoed = "" if not body.echo else prompt if isinstance(prompt, str) else text.decode(prompt)
-            echoes += [echoed] * n
+            echoes += [echo] * n
         return cls(body, text, Answer(door, target, calls, len(prompts)), echoes)
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:
         """Wait for the whole answer."""
         found = []
         for index, choice in enumerate(await self._answer.collect(on_first_token)):
-            delta = TextDelta(self._echoes[index] + choice.text, tuple(choice.tokens))
-            found.append(self._choice(index, delta, choice.finish_reason))
+            answered = self._choice(index, TextDelta(choice.text, tuple(choice.tokens)), choice.finish_reason)
+            if self.body.echo:
+                echoed = self._echoed(index)
+                answered["text"] = echoed["text"] + answered["text"]
+                if self.body.logprobs is not None:
+                    answered["logprobs"] = joined(echoed["logprobs"], answered["logprobs"])
+            found.append(answered)
         return {**self._head(), "choices": found, "usage": self._answer.usage}
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield chunks of text, at the end each choice's reason and, when asked, the usage."""
+        unsaid = set(range(len(self._echoes))) if self.body.echo else set()
         async with aclosing(self._answer.pieces()) as pieces:
-            for index, echo in enumerate(self._echoes):
-                if echo:
-                    yield self._chunk(index, TextDelta(echo))
+            if self.body.logprobs is None:
+                for index in sorted(unsaid):
+                    yield self._chunk(self._echoed(index))
+                unsaid.clear()
             async for index, delta in pieces:
+                if index in unsaid:  # the log-probabilities of its prompt came with its first token
+                    unsaid.remove(index)
+                    yield self._chunk(self._echoed(index))
                 if delta.text or delta.tokens:
-                    yield self._chunk(index, delta)
+                    yield self._chunk(self._choice(index, delta, None))
         for index, reason in enumerate(self._answer.finish_reasons):
-            yield self._chunk(index, TextDelta(""), reason)
+            yield self._chunk(self._choice(index, TextDelta(""), reason))
         if self.body.includes_usage:
             yield {**self._head(), "choices": [], "usage": self._answer.usage}
 
@@ -81,21 +95,33 @@ class Completion:
     def _choice(self, index: int, delta: TextDelta, reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs is not None:
-            logprobs = completion_logprobs(self._text, delta.tokens, len(self._echoes[index]))
+            logprobs = completion_logprobs(self._text, delta.tokens, len(self._echoes[index].text))
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _chunk(self, index: int, delta: TextDelta, reason: str | None = None) -> dict[str, Any]:
-        chunk = {**self._head(), "choices": [self._choice(index, delta, reason)]}
+    def _echoed(self, index: int) -> dict[str, Any]:
+        """The prompt as the first part of a choice."""
+        echo, logprobs = self._echoes[index], None
+        if self.body.logprobs is not None:
+            known = self._answer.generations[index].prompt_logprobs or ()
+            logprobs = echo_logprobs(self._text, echo, known)
+        return {"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head(), "choices": [choice]}
         return {**chunk, "usage": None} if self.body.includes_usage else chunk
 
 
 def _check(body: CompletionBody) -> None:
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("log-probabilities of the prompt are not supported: echo without logprobs", param="echo")
     if body.best_of not in (None, body.n or 1):
         raise InvalidRequest("best_of is not supported; use n and choose yourself", param="best_of")
     if body.suffix:
         raise InvalidRequest("suffix is not supported; put both parts into the prompt", param="suffix")
+
+
+def _scored(call: Call, logprobs: int | None) -> Call:
+    """Ask for the log-probabilities of the prompt, too."""
+    sampling = replace(call.request.sampling, prompt_logprobs=logprobs)
+    return replace(call, request=replace(call.request, sampling=sampling))
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:

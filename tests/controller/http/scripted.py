@@ -1,6 +1,7 @@
 """A runtime that says what a test tells it to, one token per update, behind the same protocol as the live one."""
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nearline.protocol import (
     FinishReason,
     ModelId,
     ModelSpec,
+    Pooling,
     Request,
     SequenceTimings,
     SequenceUpdate,
@@ -47,6 +49,12 @@ class ScriptedHandle:
     async def __aiter__(self) -> Any:
         runtime, sampling = self.runtime, self.request.sampling
         await runtime.gate.wait()
+        if self.request.pooling is not None or sampling.max_tokens == 0:
+            if runtime.break_at is not None:
+                raise runtime.break_at[1]
+            await asyncio.sleep(runtime.step_s)
+            yield self._reading()
+            return
         ids = list(runtime.script(self.request))
         for index, token_id in enumerate(ids[: sampling.max_tokens]):
             if runtime.break_at is not None and index == runtime.break_at[0]:
@@ -68,7 +76,29 @@ class ScriptedHandle:
         top = tuple((token_id + i, -0.5 - i) for i in range(wanted or 0))
         logprobs = None if wanted is None else (TokenLogprob(-0.5, top),)
         timings = SequenceTimings(0.001, 0.0, 0.002, 3) if is_first else None
-        return SequenceUpdate(self.request.request_id, 1, (token_id,), reason, logprobs, timings)
+        read = self._prompt_logprobs() if is_first else None
+        return SequenceUpdate(
+            self.request.request_id, 1, (token_id,), reason, logprobs, timings, prompt_logprobs=read
+        )  # fmt: skip
+
+    def _reading(self) -> SequenceUpdate:
+        """What a prompt that is only read gives: log-probabilities, or a vector (its length, its last token …)."""
+        if self.request.pooling is None:
+            scored = self._prompt_logprobs()
+            return SequenceUpdate(self.request.request_id, 1, (), FinishReason.LENGTH, prompt_logprobs=scored)
+        ids = self.request.prompt_token_ids
+        vector = struct.pack("<4f", len(ids), ids[-1], 3.0 if self.request.pooling is Pooling.MEAN else 4.0, 0.5)
+        return SequenceUpdate(self.request.request_id, 1, (), FinishReason.STOP, embedding=vector)
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """The log-probability of the prompt's token i is -i, that of its first alternative (id + 1) -i - 1."""
+        wanted, ids = self.request.sampling.prompt_logprobs, self.request.prompt_token_ids
+        if wanted is None:
+            return None
+        return tuple(
+            TokenLogprob(-float(i), tuple((ids[i] + j, -float(i) - j) for j in range(wanted)))
+            for i in range(1, len(ids))
+        )
 
     def cancel(self) -> None:
         self.is_cancelled = True

@@ -88,8 +88,46 @@ async def test_echo_puts_the_prompt_in_front_streamed_or_not(front: FrontDoor) -
     _, answer, _ = await front.post(PATH, body)
     frames = await front.events(PATH, body | {"stream": True})
     assert answer["choices"][0]["text"] == "".join(f["choices"][0]["text"] for f in frames[:-1]) == "Well. Hello"
-    status, answer, _ = await front.post(PATH, body | {"logprobs": 1})
-    assert (status, answer["error"]["param"]) == (400, "echo")
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+async def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_reads_it(front: FrontDoor, max_tokens: int) -> None:
+    ids = text_ids("hé!", front.runtime.files)
+    body = {"model": "tiny", "prompt": [ids, "ab"], "max_tokens": max_tokens, "echo": True, "logprobs": 1}
+    status, answer, _ = await front.post(PATH, body)
+    assert status == 400, "ids and text do not mix"
+    _, answer, _ = await front.post(PATH, body | {"prompt": [ids, ids[:1]]})
+    first, second = answer["choices"]
+    assert first["text"] == "hé!" + "Hello"[:max_tokens]
+    logprobs = first["logprobs"]
+    assert logprobs["tokens"] == ["h", "\ufffd", "\ufffd", "!", *"Hello"[:max_tokens]]
+    assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -3.0, *[-0.5] * max_tokens]
+    assert [top and max(top, key=top.get) for top in logprobs["top_logprobs"][:4]] == [None, "\ufffd", "\ufffd", "!"]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, *range(3, 3 + max_tokens)]
+    assert second["logprobs"]["token_logprobs"] == [None, *[-0.5] * max_tokens]
+    assert first["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+    assert [h.request.sampling.prompt_logprobs for h in front.runtime.handles] == [1, 1]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_a_scored_prompt_streams_in_front_of_its_answer(front: FrontDoor, max_tokens: int) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": max_tokens, "echo": True, "logprobs": 0, "n": 2}
+    _, whole, _ = await front.post(PATH, body)
+    frames = await front.events(PATH, body | {"stream": True})
+    for index in range(2):
+        parts = [c for f in frames[:-1] for c in f["choices"] if c["index"] == index]
+        assert "".join(c["text"] for c in parts) == whole["choices"][index]["text"] == "abc" + "He"[:max_tokens]
+        for name, expected in whole["choices"][index]["logprobs"].items():
+            assert [item for c in parts for item in c["logprobs"][name]] == expected
+
+
+async def test_a_prompt_that_fills_the_context_can_be_scored_but_not_continued(front: FrontDoor) -> None:
+    body = {"model": "tiny", "prompt": [5] * CONTEXT, "echo": True, "logprobs": 0}
+    status, answer, _ = await front.post(PATH, body | {"max_tokens": 0})
+    assert (status, len(answer["choices"][0]["logprobs"]["tokens"])) == (200, CONTEXT)
+    status, answer, _ = await front.post(PATH, body | {"max_tokens": 1})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_stop_strings_and_ids_end_the_text_without_showing(front: FrontDoor) -> None:

@@ -30,8 +30,11 @@ class FileStamp:
 class WeightsFile:
     """An open weights file of known size. Safe to use from several threads until `close`."""
 
-    def __init__(self, path: Path, num_bytes: Bytes) -> None:
-        """Open `path`. Raises CheckpointCorrupt if it is missing, unreadable or not of `num_bytes`."""
+    def __init__(self, path: Path, num_bytes: Bytes, is_kept: bool = False) -> None:
+        """Open `path`. `is_kept`: read through the page cache, so that the next read need not ask the disk.
+
+        Raises CheckpointCorrupt if it is missing, unreadable or not of `num_bytes`.
+        """
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -46,8 +49,8 @@ class WeightsFile:
             raise CheckpointCorrupt(
                 f"{path} has {status.st_size} bytes, its manifest says {num_bytes}; import the checkpoint again"
             )
-        self.refusal: str | None = None
-        self._direct_fd = self._open_direct()
+        self.refusal: str | None = "kept in the page cache" if is_kept else None
+        self._direct_fd = None if is_kept else self._open_direct()
 
     @property
     def is_direct(self) -> bool:

@@ -51,10 +51,12 @@ def attach(
 def load_directory(directory: Path, device: torch.device | str) -> LoadedCheckpoint:
     """Read a checkpoint into private memory, every digest checked: for adapters, tests and tools.
 
-    Raises CheckpointCorrupt naming the file when it is missing, of another size, or altered.
+    One of a single chunk is left in the page cache: an adapter that comes back costs no disk, and thousands of them no
+    frame of the pool. Raises CheckpointCorrupt naming the file when it is missing, of another size, or altered.
     """
     manifest = read_manifest(directory)
-    file = WeightsFile(directory / WEIGHTS_NAME, manifest.num_bytes)
+    is_small = len(manifest.chunk_digests) == 1
+    file = WeightsFile(directory / WEIGHTS_NAME, manifest.num_bytes, is_kept=is_small)
     try:
         buffer = mmap.mmap(-1, manifest.num_bytes)  # on page boundaries, as direct reads want it
         with memoryview(buffer) as view:

@@ -238,3 +238,19 @@ def test_on_cuda_the_bytes_arrive_and_frames_may_be_reused_after_close(
         loaded.close()
     assert pool.pinned().source(lease.frames[0], 4096, torch.device("cuda")).is_pinned()
     assert bytes(load_directory(directory(root, manifest), "cuda").tensor("w").cpu().numpy()) == data
+
+
+def test_a_small_checkpoint_comes_back_from_the_page_cache_without_the_disk(
+    root: Path, checkpoints: ModuleType
+) -> None:
+    manifest = checkpoints.commit(root / "checkpoints", {"w": ("U8", (50_000,), checkpoints.random_bytes(50_000, 3))})
+    load_directory(directory(root, manifest), "cpu").close()
+    counters = Path("/proc/self/io")
+
+    def read_bytes() -> int:
+        return int(next(line.split()[1] for line in counters.read_text().splitlines() if line.startswith("read_bytes")))
+
+    before = read_bytes()
+    for _ in range(5):
+        load_directory(directory(root, manifest), "cpu").close()
+    assert read_bytes() == before

@@ -24,10 +24,6 @@ async def chat_prompt(
     target: Target, text: TextModel, body: ChatFields, messages: list[MessageBody]
 ) -> tuple[int, ...]:
     """Render and tokenise a conversation. Raises InvalidRequest for what we cannot honour."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest(
-            "structured output is not supported yet; leave out response_format", param="response_format"
-        )
     if body.tool_choice not in (None, "none", "auto"):
         raise InvalidRequest("a forced tool call is not supported yet; use tool_choice auto", param="tool_choice")
     tools = None if body.tool_choice == "none" else body.tools
@@ -117,7 +113,7 @@ def check_length(target: Target, prompt: str | list[int]) -> None:
     if isinstance(prompt, str):
         check_chars(len(prompt), _max_chars(target), "prompt")
     else:
-        _room(target, len(prompt), "prompt")
+        _room(target, len(prompt), "prompt", least=0)
 
 
 def _max_chars(target: Target) -> int | None:

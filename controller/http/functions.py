@@ -12,6 +12,7 @@ from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt
+from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.schemas import FunctionBody
 from nearline.controller.http.sse import stream_events
@@ -67,7 +68,8 @@ async def prepare(door: Door, caller: Caller, name: str, data: Data) -> tuple[Ta
         prompt = await chat_prompt(target, text, body, body.messages)
     else:
         prompt = await text_prompt(target, text, body.prompt or "")
-    return target, body, make_call(caller, target, text, prompt, body, DEFAULT_MAX_TOKENS)
+    call = make_call(caller, target, text, prompt, body, DEFAULT_MAX_TOKENS)
+    return target, body, bounded(call, await grammar_of(body))
 
 
 async def invoke(request: web.Request) -> web.StreamResponse:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from nearline.controller.http.bodies import read_body
 from nearline.controller.http.calls import check_length
+from nearline.controller.http.constraints import grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.functions import Invocation, accepted, idempotency_key, job_object, preferred_wait_s
 from nearline.controller.http.functions import prepare as prepare_function
@@ -66,11 +67,12 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
         await prepare_function(door, caller, body.model, data)
     elif body.endpoint == "/v1/chat/completions":
         door.registry.resolve(body.model)
-        await read_body(ChatBody, data)
+        await grammar_of(await read_body(ChatBody, data))
     else:
         target, completion = door.registry.resolve(body.model), await read_body(CompletionBody, data)
         for prompt in prompts_of(completion):
             check_length(target, prompt)
+        await grammar_of(completion)
 
 
 async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from aiohttp import web
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import UNLIMITED, chat_prompt, choices, load, make_call
+from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.logprobs import chat_logprobs
 from nearline.controller.http.schemas import ChatBody
@@ -39,6 +40,7 @@ class ChatCompletion:
         prompt = await chat_prompt(target, text, body, body.messages)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         call = make_call(caller, target, text, prompt, body, UNLIMITED, logprobs)
+        call = bounded(call, await grammar_of(body))
         return cls(body, text, Answer(door, target, choices(call, body.n or 1)))
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import choices, load, make_call, text_prompt
+from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_logprobs, joined
 from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody
@@ -43,12 +44,12 @@ class Completion:
         n = body.n or 1
         calls: list[Call] = []
         echoes: list[Echo] = []
-        prompts = prompts_of(body)
+        prompts, grammar = prompts_of(body), await grammar_of(body)
         if len(prompts) * n > MAX_CHOICES:
             raise InvalidRequest(f"{len(prompts)} prompts of {n} choices are more than {MAX_CHOICES}", param="prompt")
         for prompt in prompts:
             ids = await text_prompt(target, text, prompt)
-            call = make_call(caller, target, text, ids, body, DEFAULT_MAX_TOKENS, body.logprobs)
+            call = bounded(make_call(caller, target, text, ids, body, DEFAULT_MAX_TOKENS, body.logprobs), grammar)
             echo = Echo()
             if body.echo:
                 echo = Echo(prompt if isinstance(prompt, str) else text.decode(prompt), ids)

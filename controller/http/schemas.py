@@ -33,8 +33,17 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(Body):
+    name: str = "answer"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
 class ResponseFormat(Body):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
 
 
 class SamplingBody(Body):
@@ -50,6 +59,10 @@ class SamplingBody(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[Stops | None, BeforeValidator(_as_list)] = None
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=1000)
@@ -85,7 +98,6 @@ class ChatFields(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
 
 
 class ChatBody(SamplingBody, ChatFields):

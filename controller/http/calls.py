@@ -108,12 +108,12 @@ def _slo(default: Slo, body: SamplingBody) -> Slo:
     )
 
 
-def check_length(target: Target, prompt: str | list[int]) -> None:
-    """Refuse a prompt that could not fit whatever its tokens are. Raises ContextLengthExceeded."""
+def check_length(target: Target, prompt: str | list[int], least: int) -> None:
+    """Refuse a prompt that cannot fit with `least` tokens behind it, whatever it is. Raises ContextLengthExceeded."""
     if isinstance(prompt, str):
         check_chars(len(prompt), _max_chars(target), "prompt")
     else:
-        _room(target, len(prompt), "prompt", least=0)
+        _room(target, len(prompt), "prompt", least)
 
 
 def _max_chars(target: Target) -> int | None:

@@ -71,7 +71,7 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
     else:
         target, completion = door.registry.resolve(body.model), await read_body(CompletionBody, data)
         for prompt in prompts_of(completion):
-            check_length(target, prompt)
+            check_length(target, prompt, least=0 if completion.max_tokens == 0 else 1)
         await grammar_of(completion)
 
 

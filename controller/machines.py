@@ -107,10 +107,11 @@ class MachineDesk:
             self._gone(instance, status.error, now, is_blamed=True)
             return
         instance.apply(status)
-        if status.timings is not None and all(i.has_timings or i is instance for i in node.instances.values()):
-            node.storage_free_at = min(node.storage_free_at, now)
         if status.state is InstanceState.READY and instance.ready_at is None:
-            self._ready(instance, now)
+            instance.ready_at = instance.idle_since = now
+            self._agenda.is_plan_due = True
+        if status.timings is not None and instance.loaded_at is None:
+            self._loaded(instance, now)
         if status.state is InstanceState.DRAINING and not instance.is_stopping:
             self._mark_stopping(instance, self._config.stop_drain_s, now)
         self._agenda.touch(instance.model)
@@ -154,9 +155,12 @@ class MachineDesk:
         instance.model.refresh(now)
         self._agenda.touch(instance.model)
 
-    def _ready(self, instance: InstanceRecord, now: Seconds) -> None:
-        instance.ready_at = instance.idle_since = now
-        model = instance.model
+    def _loaded(self, instance: InstanceRecord, now: Seconds) -> None:
+        """Its start is over: all bytes are there. The storage link is free once that is so for every instance."""
+        instance.loaded_at = now
+        node, model = instance.node, instance.model
+        if all(other.loaded_at is not None for other in node.instances.values()):
+            node.storage_free_at = min(node.storage_free_at, now)
         model.num_start_failures, model.retry_at = 0, 0.0
         model.last_places = instance.max_running
         model.failed_nodes.clear()
@@ -165,9 +169,10 @@ class MachineDesk:
     def _gone(self, instance: InstanceRecord, error: ErrorInfo | None, now: Seconds, *, is_blamed: bool) -> None:
         """Forget an instance. A start that failed counts against its model; a crash against what it was running."""
         model, is_planned = instance.model, instance.is_stopping
-        is_failed_start = instance.ready_at is None or not instance.has_worked
+        is_lack_of_bytes = instance.loaded_at is None and not _is_crash(error)
+        is_failed_start = instance.ready_at is None or not instance.has_worked or is_lack_of_bytes
         instance.is_stopping = True
-        self._requests.instance_lost(instance, is_blamed and not is_planned, error, now)
+        self._requests.instance_lost(instance, is_blamed and not is_planned and not is_lack_of_bytes, error, now)
         self._fleet.drop_instance(instance)
         for kind in ("idle", "stop"):
             self._agenda.timers.drop((kind, instance.instance_id))
@@ -207,6 +212,11 @@ class MachineDesk:
         if model.num_live > max(1, model.spec.max_replicas):
             self.stop(instance, self._config.stop_drain_s, "one replica more than the model may have", now)
         return instance
+
+
+def _is_crash(error: ErrorInfo | None) -> bool:
+    """Whether a process ended for no reason that its node could name: what it ran may have killed it."""
+    return error is None or isinstance(error.exception(), InstanceFailed)
 
 
 def _stranger(status: InstanceStatus) -> ModelRecord:

@@ -250,16 +250,14 @@ class Runtime:
         now = CLOCK()
         if track is None:
             track = self._tracks[status.instance_id] = InstanceTrack(status.instance_id, node_id, now, 0.0)
-        if status.timings is not None:
-            is_news, track.timings = track.timings is None, status.timings
-            if is_news and self._on_started is not None:
-                self._on_started(status.model_id, status.timings)
-        if status.state is InstanceState.READY and track.ready_at is None:
-            track.ready_at = now
+        if status.timings is not None and track.loaded_at is None:
+            track.loaded_at, track.timings = now, status.timings
             took_s = now - track.ensured_at
             self.counters.start_estimate_s += track.estimate_s
             self.counters.start_error_s += abs(took_s - track.estimate_s)
-            log.info("instance ready", instance=track.instance_id, took_s=took_s, estimate_s=track.estimate_s)
+            log.info("instance loaded", instance=track.instance_id, took_s=took_s, estimate_s=track.estimate_s)
+            if self._on_started is not None:
+                self._on_started(status.model_id, status.timings)
 
     # ---- the one door to the core ----
 

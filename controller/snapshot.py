@@ -45,7 +45,7 @@ def _node(node: NodeRecord) -> Row:
 
 
 def _instance(instance: InstanceRecord, track: InstanceTrack | None, now: Seconds) -> Row:
-    ready_at, expiry, num_held = instance.ready_at, expires_at(instance), len(instance.in_flight)
+    loaded_at, expiry, num_held = instance.loaded_at, expires_at(instance), len(instance.in_flight)
     timings = track.timings if track else None
     return {
         "id": instance.instance_id,
@@ -62,7 +62,7 @@ def _instance(instance: InstanceRecord, track: InstanceTrack | None, now: Second
         "num_adapters": len(instance.adapters),
         "idle_s": None if instance.idle_since is None else now - instance.idle_since,
         "expires_in_s": None if expiry is None else max(0.0, expiry - now),
-        "start_s": None if ready_at is None else ready_at - instance.created_at,
+        "start_s": None if loaded_at is None else loaded_at - instance.created_at,
         "estimate_s": instance.estimate_s,
         "timings": None if timings is None else to_plain(timings),
     }

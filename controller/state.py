@@ -40,6 +40,7 @@ ModelKey = tuple[ModelId, Digest]
 class InstanceRecord:
     """One instance and what the controller has sent to it. `in_flight` counts against its places until the end.
 
+    `ready_at` is when requests could come, `loaded_at` when all its bytes were there: its start is over then.
     `is_doubtful`: it just failed a sequence by its own fault; its node has not said yet whether it still lives.
     """
 
@@ -53,10 +54,10 @@ class InstanceRecord:
     is_stopping: bool = False
     stop_by: Seconds = 0.0
     ready_at: Seconds | None = None
+    loaded_at: Seconds | None = None
     idle_since: Seconds | None = None
     has_worked: bool = False
     is_doubtful: bool = False
-    has_timings: bool = False
     max_running: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
@@ -84,7 +85,6 @@ class InstanceRecord:
         self.state = status.state
         self.is_acknowledged = True
         self.is_doubtful = False
-        self.has_timings = self.has_timings or status.timings is not None
         self.max_running = max(1, status.max_running)
         self.kv_tokens_used, self.kv_tokens_total = status.kv_tokens_used, status.kv_tokens_total
         for digest in status.adapter_digests:

@@ -175,6 +175,7 @@ class NodeCore:
         instance = self._roster.instances.get(event.instance_id)
         if instance is None or is_final(instance.state):
             return
+        instance.is_filled = True
         instance.read_s, instance.read_bytes, instance.tier = event.read_s, event.read_bytes, event.tier
         if instance.bind_s is not None:
             self._actions.append(act.SendStatus(instance.status()))

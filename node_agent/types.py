@@ -86,6 +86,7 @@ class Instance:
     kv_tokens_total: int = 0
     process_s: Seconds = 0.0
     bind_s: Seconds | None = None
+    is_filled: bool = False
     read_s: Seconds = 0.0
     read_bytes: Bytes = 0
     tier: Tier = Tier.SSD
@@ -93,9 +94,9 @@ class Instance:
     error: ErrorInfo | None = None
 
     def status(self) -> InstanceStatus:
-        """Describe the instance to the controller, without its load."""
+        """Describe the instance to the controller, without its load. Timings come once they are final."""
         timings = None
-        if self.bind_s is not None:
+        if self.bind_s is not None and self.is_filled:
             timings = StartTimings(
                 self.process_s, self.bind_s, self.read_s, self.read_bytes, self.tier, self.is_prewarmed
             )

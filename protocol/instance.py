@@ -55,7 +55,10 @@ class StartTimings:
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """One instance as its node sees it. `max_running` is how many sequences it decodes at once."""
+    """One instance as its node sees it. `max_running` is how many sequences it decodes at once.
+
+    READY comes as soon as requests may; `timings` only when all bytes are there, and then they are final.
+    """
 
     instance_id: InstanceId
     model_id: ModelId

@@ -46,12 +46,16 @@ class SimulatedInstance:
     spec: InstanceSpec
     state: InstanceState = InstanceState.LOADING
     timings: StartTimings | None = None
+    is_loaded: bool = False
     running: dict[RequestId, SimulatedSequence] = field(default_factory=dict)
     waiting: OrderedDict[RequestId, SimulatedSequence] = field(default_factory=OrderedDict)
 
 
 class SimulatedNode:
-    """Calls `post` with events, and `schedule(delay, function)` for what happens later."""
+    """Calls `post` with events, and `schedule(delay, function)` for what happens later.
+
+    Like an agent it says READY once requests may come; they run when the bytes are there.
+    """
 
     def __init__(
         self, node_id: NodeId, num_slots: int, dram_bytes: Bytes, sizes: dict[Digest, Bytes], cost: CostModel
@@ -100,7 +104,8 @@ class SimulatedNode:
         self.starts_by_tier[tier] = self.starts_by_tier.get(tier, 0) + 1
         instance.timings = StartTimings(0.0, self.cost.bind_s, read_s, num_bytes, tier, is_prewarmed=True)
         self._changed(instance)
-        self._schedule(read_s + self.cost.bind_s, lambda: self._ready(instance))
+        self._schedule(self.cost.bind_s, lambda: self._ready(instance))
+        self._schedule(read_s + self.cost.bind_s, lambda: self._loaded(instance))
 
     def preload(self, digest: Digest, now: Seconds) -> None:
         read_s, _, _ = self._read(digest, now)
@@ -109,7 +114,7 @@ class SimulatedNode:
     def submit(self, instance_id: InstanceId, sequence: SimulatedSequence) -> None:
         """Run a sequence now if there is a place, else when one comes free."""
         instance = self.instances[instance_id]
-        if len(instance.running) < self.cost.max_running:
+        if instance.is_loaded and len(instance.running) < self.cost.max_running:
             self._run(instance, sequence)
         else:
             instance.waiting[sequence.request_id] = sequence
@@ -156,7 +161,13 @@ class SimulatedNode:
         if instance.state is InstanceState.LOADING:
             instance.state = InstanceState.READY
             self._changed(instance)
+
+    def _loaded(self, instance: SimulatedInstance) -> None:
+        if instance.state in (InstanceState.READY, InstanceState.DRAINING):
+            instance.is_loaded = True
+            self._changed(instance)
             self._post(NodeReported(self.report()))
+            self._place_freed(instance)
 
     def _run(self, instance: SimulatedInstance, sequence: SimulatedSequence) -> None:
         instance.running[sequence.request_id] = sequence
@@ -208,6 +219,6 @@ class SimulatedNode:
         spec, state = instance.spec, instance.state
         if state is InstanceState.STOPPED and spec.instance_id in self.instances:
             state = InstanceState.DRAINING  # its process is still going down
-        timings = instance.timings if state is InstanceState.READY else None
+        timings = instance.timings if instance.is_loaded else None
         ids = (spec.instance_id, spec.model_id, spec.digest, state, spec.device_index)
         return InstanceStatus(*ids, max_running=self.cost.max_running, timings=timings)

@@ -51,10 +51,10 @@ def residence_ends_at(instance: InstanceView, config: CoreConfig, max_wait_s: Se
     Swapping then takes at most 1 / (1 + residence_factor) of a slot's time, and no waiter is held longer than its
     own wait bound `max_wait_s`.
     """
-    if instance.ready_at is None:
+    if instance.loaded_at is None:
         return float("inf")
-    start_s = instance.ready_at - instance.created_at
-    return instance.ready_at + min(config.residence_factor * start_s, max_wait_s)
+    start_s = instance.loaded_at - instance.created_at
+    return instance.loaded_at + min(config.residence_factor * start_s, max_wait_s)
 
 
 def backoff_s(num_failures: int, config: CoreConfig) -> Seconds:

@@ -42,6 +42,7 @@ class FakeAgent:
         self.token = token
         self.step_s = step_s
         self.load_s = 0.02
+        self.fill_s = 0.0
         self.is_mute = False
         self.instances: dict[InstanceId, InstanceStatus] = {}
         self.sequences: dict[str, tuple[InstanceId, asyncio.Task[None]]] = {}
@@ -104,7 +105,8 @@ class FakeAgent:
                         self.instances[spec.instance_id] = InstanceStatus(*fields)
                         await self.change(spec.instance_id, InstanceState.LOADING)
                         await asyncio.sleep(self.load_s)
-                        await self.change(spec.instance_id, InstanceState.READY, timings=TIMINGS)
+                        await self.change(spec.instance_id, InstanceState.READY)
+                        self._filling = asyncio.create_task(self._fill(spec.instance_id))
                 case StopInstance(instance_id):
                     if instance_id in self.instances:
                         await self.change(instance_id, InstanceState.STOPPED)
@@ -113,6 +115,11 @@ class FakeAgent:
                     self.sequences[frame.request.request_id] = (frame.instance_id, task)
                 case Abort(_, request_id):
                     self.abort(request_id)
+
+    async def _fill(self, instance_id: InstanceId) -> None:
+        await asyncio.sleep(self.fill_s)
+        if instance_id in self.instances:
+            await self.change(instance_id, InstanceState.READY, timings=TIMINGS)
 
     async def _generate(self, submit: Submit) -> None:
         request, total = submit.request, submit.request.sampling.max_tokens

@@ -81,9 +81,10 @@ class FakeInstance:
     state: InstanceState = InstanceState.PENDING
     sequences: dict[RequestId, int] = field(default_factory=dict)
     error: ErrorInfo | None = None
+    is_loaded: bool = False
 
     def status(self) -> InstanceStatus:
-        timings = TIMINGS if self.state is InstanceState.READY else None
+        timings = TIMINGS if self.is_loaded else None
         spec = self.spec
         return InstanceStatus(
             *(spec.instance_id, spec.model_id, spec.digest, self.state, spec.device_index),
@@ -187,9 +188,20 @@ class World:
         self.move(instance, InstanceState.FAILED, ErrorInfo.of(InstanceFailed(text)))
 
     def start(self, instance: FakeInstance) -> None:
-        """Bring a starting instance to READY."""
+        """Bring a starting instance to READY, then its bytes: as a node agent says it."""
+        self.bind(instance)
+        self.load(instance)
+
+    def bind(self, instance: FakeInstance) -> None:
+        """Let requests come to a starting instance while its bytes do not."""
         if instance.state in (InstanceState.PENDING, InstanceState.LOADING):
             self.move(instance, InstanceState.LOADING)
+            self.move(instance, InstanceState.READY)
+
+    def load(self, instance: FakeInstance) -> None:
+        """Bring the last bytes of a bound instance."""
+        if instance in self.instances() and instance.state is InstanceState.READY and not instance.is_loaded:
+            instance.is_loaded = True
             self.move(instance, InstanceState.READY)
 
     def start_all(self) -> None:

@@ -58,11 +58,19 @@ class FleetMachine(RuleBasedStateMachine):
             self.world.token(name)
         self.world.finish(name, ErrorInfo.of(OutOfMemory("no block left")) if does_fail else None)
 
-    @rule(data=st.data())
-    def start(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), has_bytes=st.booleans())
+    def start(self, data: st.DataObject, has_bytes: bool) -> None:
         instance = self.pick_instance(data, *STARTING)
         if instance is not None:
-            self.world.start(instance)
+            self.world.bind(instance)
+            if has_bytes:
+                self.world.load(instance)
+
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        instance = self.pick_instance(data, InstanceState.READY)
+        if instance is not None:
+            self.world.load(instance)
 
     @rule(data=st.data(), says_so_first=st.booleans())
     def fail(self, data: st.DataObject, says_so_first: bool) -> None:

@@ -269,6 +269,19 @@ async def test_a_link_replaced_by_a_newer_one_fails_its_errands_and_is_heard_no_
             assert isinstance(await again, ImportFinished)
 
 
+async def test_a_start_is_measured_to_its_last_byte(fleet: Fleet) -> None:
+    async with fleet.agent() as agent:
+        agent.fill_s = 0.3
+        await collect(fleet.runtime.open(request()))
+        assert fleet.started == []
+        assert fleet.runtime.counters.start_error_s == 0.0
+        assert fleet.runtime.snapshot()["instances"][0]["start_s"] is None
+        await eventually(lambda: fleet.started == [("a", TIMINGS)])
+        (row,) = fleet.runtime.snapshot()["instances"]
+        assert row["start_s"] >= 0.3
+        assert abs(row["start_s"] - row["estimate_s"]) == pytest.approx(fleet.runtime.counters.start_error_s, abs=0.05)
+
+
 async def test_files_come_from_a_node_that_holds_them(fleet: Fleet) -> None:
     async def serve(request: web.Request) -> web.Response:
         if request.match_info["name"] != "tokenizer.json" or request.headers["Authorization"] != f"Bearer {TOKEN}":

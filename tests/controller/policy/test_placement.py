@@ -24,7 +24,7 @@ def node(node_id: str, num_slots: int = 1, dram_bytes: int = 0, ssd: bool = True
 def occupy(where: NodeRecord, name: str, idle_s: float | None = 10.0, num_bytes: int = GB) -> InstanceRecord:
     spec = InstanceSpec(InstanceId(name), ModelId(name), Digest(f"d-{name}"))
     made = InstanceRecord(spec, where, ModelRecord(model(name, f"d-{name}", num_bytes)), 0.0, is_acknowledged=True)
-    made.state, made.ready_at, made.max_running = InstanceState.READY, 1.0, 8
+    made.state, made.loaded_at, made.max_running = InstanceState.READY, 1.0, 8
     made.idle_since = None if idle_s is None else NOW - idle_s
     if idle_s is None:
         made.in_flight = {info("x").request_id: None}  # type: ignore[dict-item]

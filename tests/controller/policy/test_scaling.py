@@ -19,7 +19,7 @@ def record(waiting: int, states: str, **settings: object) -> ModelRecord:
         made.queue.push(RequestRecord(info(f"r{n}"), made.digest, n, 0.0, 0.0))
     for n, letter in enumerate(states):
         spec = InstanceSpec(InstanceId(f"i{n}"), made.spec.model_id, made.digest)
-        instance = InstanceRecord(spec, NodeRecord(report()), made, 0.0, max_running=8, idle_since=100.0, ready_at=2.0)
+        instance = InstanceRecord(spec, NodeRecord(report()), made, 0.0, max_running=8, idle_since=100.0, loaded_at=2.0)
         instance.state = InstanceState.LOADING if letter == "L" else InstanceState.READY
         instance.is_stopping = letter == "D"
         made.instances[instance.instance_id] = instance

@@ -1,0 +1,46 @@
+"""NodeCore and timings: they are said once, when the process is bound and the bytes are there, in whatever order."""
+
+import pytest
+
+from nearline.node_agent import events as ev
+from nearline.node_agent.actions import SendStatus
+from nearline.node_agent.core import NodeCore
+from nearline.node_agent.types import CoreConfig, EngineId
+from nearline.protocol import (
+    CheckpointInfo,
+    CheckpointKind,
+    DeviceInfo,
+    Digest,
+    InstanceId,
+    InstanceSpec,
+    InstanceState,
+    InstanceStatus,
+    ModelId,
+    Tier,
+)
+
+ID = InstanceId("i1")
+BOUND = ev.EngineBound(EngineId(1), ID, 0.05, 1000)
+FILLED = ev.LeaseFilled(ID, 2.5, 700, Tier.SSD)
+
+
+@pytest.mark.parametrize("order", [(BOUND, FILLED), (FILLED, BOUND)])
+def test_ready_comes_with_the_bind_and_timings_with_the_last_byte(order: tuple[ev.NodeEvent, ...]) -> None:
+    core = NodeCore(CoreConfig((DeviceInfo(0, "cpu", "cpu", 1 << 36, 1),), 1, 1 << 26, 4, 2))
+    info = CheckpointInfo(
+        Digest("d"), CheckpointKind.MODEL, 700, "llama", "L", "x", "float32", (), kv_bytes_per_token=64,
+        max_context_tokens=128,
+    )  # fmt: skip
+    core.on(ev.Woke(), 0.0)
+    core.on(ev.EngineWarm(EngineId(1)), 1.0)
+    core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), info), 2.0)
+    core.on(ev.LeaseAcquired(ID), 2.0)
+    said: list[InstanceStatus] = []
+    for event in order:
+        said += [action.status for action in core.on(event, 3.0) if isinstance(action, SendStatus)]
+    assert [status.state for status in said] == [InstanceState.READY] * (1 + (order[0] is BOUND))
+    assert all(status.timings is None for status in said[:-1])
+    timings = said[-1].timings
+    assert timings is not None
+    assert (timings.read_s, timings.read_bytes, timings.bind_s) == (2.5, 700, 0.05)
+    assert core.statuses() == said[-1:]

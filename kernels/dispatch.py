@@ -72,12 +72,13 @@ def paged_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """See reference.paged_attention."""
-    if softcap is not None:
-        return reference.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
-    path = _triton() if q_THD.is_cuda else native
-    done: Tensor | None = path.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window) if path else None
+    done: Tensor | None = None
+    if not q_THD.is_cuda:
+        done = native.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
+    elif softcap is None and (triton := _triton()):
+        done = triton.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window)
     if done is None:
-        return reference.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window)
+        return reference.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
     return done
 
 

@@ -30,7 +30,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "nl_write_kv": (*(c_void_p, c_long) * 2, *[c_void_p] * 3, *[c_long] * 5, c_int),
     "nl_silu_mul": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
     "nl_argmax": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
-    "nl_attention": (c_void_p, c_long, *[c_void_p] * 3, c_long, *[c_void_p] * 3, *[c_long] * 9, c_float, c_int),
+    "nl_attention": (c_void_p, c_long, *[c_void_p] * 3, c_long, *[c_void_p] * 3, *[c_long] * 9, *[c_float] * 2, c_int),
     "nl_lora": (c_void_p, c_long, c_void_p, c_long, c_long, c_void_p, c_long, c_int),
     "nl_decoder_layers": (c_void_p, c_void_p, c_long, c_long, c_void_p),
     "nl_set_num_threads": (c_int,),
@@ -147,6 +147,7 @@ def paged_attention(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor | None:
     """Accept the layouts of write_kv, head dims divisible by 8 and contiguous int32 meta with adjacent table rows."""
     lib, code = library(), CODES.get(q_THD.dtype)
@@ -162,9 +163,8 @@ def paged_attention(
     caches = (k_cache_NKPD.data_ptr(), v_cache_NKPD.data_ptr())
     shapes = (q_THD.shape[0], num_heads, num_kv, head_dim, block_size, num_blocks, window or 0)
     out = (out_THD.data_ptr(), num_heads * head_dim)
-    check(
-        lib.nl_attention(q_THD.data_ptr(), q_THD.stride(0), *caches, *out, *meta_pointers(meta), *shapes, scale, code)
-    )
+    scalars = (scale, softcap or 0.0, code)
+    check(lib.nl_attention(q_THD.data_ptr(), q_THD.stride(0), *caches, *out, *meta_pointers(meta), *shapes, *scalars))
     return out_THD
 
 

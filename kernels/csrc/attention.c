@@ -166,7 +166,7 @@ INLINE void score_tile(const attention_args *args, const item_t *item, long tile
             block_t b = block_of(item, row, tile, args->window);
             if (b.low < group + GROUP && b.high > group)
                 score_block(w->query_rows + row, w->keys, words, w->scores + row * TILE + group, TILE, args->scale,
-                            b.count, IS_DOT(dt));
+                            args->softcap, b.count, IS_DOT(dt));
         }
     }
 }
@@ -357,9 +357,10 @@ int attention_run(const attention_args *args) {
 int nl_attention(const void *q, long q_stride, const void *k_cache, const void *v_cache, void *out, long out_stride,
                  const int32_t *query_starts, const int32_t *context_lens, const int32_t *block_tables,
                  long table_stride, long num_sequences, long num_tokens, long num_heads, long num_kv_heads, long head_dim,
-                 long block_size, long num_blocks, long window, float scale, int dt) {
+                 long block_size, long num_blocks, long window, float scale, float softcap,
+                 int dt) {
     attention_args args = {q, q_stride, k_cache, v_cache, out, out_stride, query_starts, context_lens, block_tables,
                            table_stride, num_sequences, num_tokens, num_heads, num_kv_heads, head_dim, block_size,
-                           num_blocks, window, scale, dt};
+                           num_blocks, window, scale, softcap, dt};
     return attention_run(&args);
 }

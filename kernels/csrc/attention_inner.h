@@ -79,8 +79,13 @@ INLINE void score_rows(const char *const *query, const v16 *keys, long words, v1
     UNROLL for (int r = 0; r < count; r++) scores[r] = even[r] + odd[r];
 }
 
+/* cap · tanh(score / cap) */
+INLINE v16 capped16(v16 score, float cap) {
+    return splat(cap) - splat(2.0f * cap) / (exp16(score * splat(2.0f / cap)) + splat(1.0f));
+}
+
 INLINE void score_block(const char *const *query, const v16 *keys, long words, float *scores, long stride, float scale,
-                        long count, int is_dot) {
+                        float softcap, long count, int is_dot) {
     v16 out[ROW_BLOCK];
     switch (count) {
     case 1: score_rows(query, keys, words, out, 1, is_dot); break;
@@ -88,7 +93,10 @@ INLINE void score_block(const char *const *query, const v16 *keys, long words, f
     case 3: score_rows(query, keys, words, out, 3, is_dot); break;
     default: score_rows(query, keys, words, out, 4, is_dot);
     }
-    for (long r = 0; r < count; r++) store16(scores + r * stride, out[r] * splat(scale), F32);
+    for (long r = 0; r < count; r++) out[r] = out[r] * splat(scale);
+    if (softcap != 0.0f)
+        for (long r = 0; r < count; r++) out[r] = capped16(out[r], softcap);
+    for (long r = 0; r < count; r++) store16(scores + r * stride, out[r], F32);
 }
 
 INLINE i32x16 lanes_within(long group, long low, long high) {

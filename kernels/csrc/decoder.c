@@ -118,7 +118,7 @@ static int attend(const shape_t *s, const layer_t *layer, const step_t *step, co
     attention_args args = {b->qkv, (H + 2 * K) * D, layer->k_cache, layer->v_cache, b->attended, H * D,
                            step->query_starts, step->context_lens, step->block_tables, step->table_stride,
                            step->num_sequences, step->num_tokens, H, K, D, s->block_size, s->num_blocks, layer->window,
-                           s->scale, s->dt};
+                           s->scale, 0.0f, s->dt};
     return attention_run(&args);
 }
 

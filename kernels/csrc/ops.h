@@ -41,7 +41,7 @@ typedef struct {
     long out_stride;
     const int32_t *query_starts, *context_lens, *block_tables;
     long table_stride, num_sequences, num_tokens, num_heads, num_kv_heads, head_dim, block_size, num_blocks, window;
-    float scale;
+    float scale, softcap; /* softcap 0: none */
     int dt;
 } attention_args;
 

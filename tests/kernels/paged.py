@@ -66,7 +66,7 @@ def paged_problem(
     return Paged(q_THD, caches[0], caches[1], meta, dense)
 
 
-def naive_attention(problem: Paged, scale: float, window: int | None = None) -> Tensor:
+def naive_attention(problem: Paged, scale: float, window: int | None = None, softcap: float | None = None) -> Tensor:
     """Compute the same in float64, one query and one head at a time, from the dense keys and values."""
     out = torch.empty(problem.q_THD.shape, dtype=torch.float64)
     group = problem.q_THD.shape[1] // problem.k_cache.shape[1]
@@ -78,6 +78,7 @@ def naive_attention(problem: Paged, scale: float, window: int | None = None) -> 
             first = 0 if window is None else max(0, position + 1 - window)
             for h in range(out.shape[1]):
                 keys = k[first : position + 1, h // group].double()
-                weights = (keys @ problem.q_THD[starts[b] + i, h].double() * scale).softmax(0)
-                out[starts[b] + i, h] = weights @ v[first : position + 1, h // group].double()
+                scores = keys @ problem.q_THD[starts[b] + i, h].double() * scale
+                scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+                out[starts[b] + i, h] = scores.softmax(0) @ v[first : position + 1, h // group].double()
     return out

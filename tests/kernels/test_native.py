@@ -168,6 +168,18 @@ def test_attention_equals_dense_softmax(
     assert_rounded_from(result, naive_attention(p, 0.3, window), noise=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_saturate_at_the_softcap(dtype: torch.dtype, softcap: float) -> None:
+    p = paged_problem([(1, 37), (20, 50), (1, 600)], (6, 2, 16), 16, dtype)
+    exact = naive_attention(p, 2.0, 20, softcap)
+    result = native.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 2.0, 20, softcap)
+    assert result is not None
+    assert_rounded_from(result, exact, noise=4e-5)
+    plain = reference.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 2.0, 20, softcap)
+    assert_rounded_from(plain, exact, noise=4e-5)
+
+
 @pytest.mark.parametrize("damage", ["block", "context", "starts"])
 def test_attention_refuses_meta_that_points_outside(damage: str) -> None:
     p = paged_problem([(2, 20)])

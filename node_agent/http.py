@@ -32,7 +32,7 @@ class NodeHttp:
         """Listen; return the port (given or chosen). Raises OSError when it is taken."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/health", self._get_health)
-        app.router.add_get("/checkpoints/{digest}/files/{name}", self._get_file)
+        app.router.add_get("/checkpoints/{digest}/files/{name:.+}", self._get_file)
         app.router.add_get("/checkpoints/{digest}/chunks/{index}", self._get_chunk)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()

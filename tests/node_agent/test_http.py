@@ -1,6 +1,7 @@
 """What a node serves over HTTP, and above all what it does not."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -8,8 +9,12 @@ import pytest
 import xxhash
 
 from nearline.checkpoint_store import CheckpointStore, StoreConfig
+from nearline.controller.imports import FileFetcher
+from nearline.controller.state import Fleet, NodeRecord
 from nearline.node_agent.http import NodeHttp
-from nearline.protocol import CheckpointInfo, Digest
+from nearline.protocol import CheckpointInfo, Digest, NodeId
+from nearline.protocol.errors import NotFound
+from tests.controller.fleets import report
 
 
 @pytest.fixture
@@ -42,6 +47,29 @@ async def test_text_files_of_a_checkpoint_are_served(
         status, body, _ = await get(f"{url}/checkpoints/{info.digest}/files/{name}")
         assert status == 200
         assert body == (root / "checkpoints" / info.digest / name).read_bytes()
+
+
+async def test_the_controller_fetches_a_file_in_a_folder(
+    url: str, store: CheckpointStore, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    info = stored_checkpoint[0]
+    name = "additional_chat_templates/tool use.jinja"
+    directory = data_dir / "store" / "checkpoints" / info.digest
+    (directory / name).parent.mkdir()
+    (directory / name).write_text("{{ messages }}")
+    manifest = store.manifest(info.digest)
+    listed = replace(manifest, info=replace(manifest.info, files=(*info.files, name)))
+    store._manifests[info.digest] = listed
+    fleet = Fleet()
+    fleet.nodes[NodeId("n1")] = NodeRecord(report(http_url=url, residency=store.residency()))
+    fleet.nodes[NodeId("n1")].apply(fleet.nodes[NodeId("n1")].report)
+    fetcher = FileFetcher(fleet, "")
+    try:
+        assert await fetcher.fetch(info.digest, name) == b"{{ messages }}"
+        with pytest.raises(NotFound):
+            await fetcher.fetch(info.digest, "additional_chat_templates/../manifest.json/x")
+    finally:
+        await fetcher.close()
 
 
 @pytest.mark.parametrize(

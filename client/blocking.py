@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
@@ -63,6 +64,7 @@ class Client:
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
         self._loop = LoopThread()
         self._client = AsyncClient(url, api_key)
+        self._close = weakref.finalize(self, _shut, self._loop, self._client)  # at exit too: nobody has to close
         self.admin = Admin(self._loop, self._client)
 
     def function(self, name: str) -> "Function":
@@ -83,8 +85,12 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._loop.run(self._client.aclose())
-        self._loop.close()
+        self._close()
+
+
+def _shut(loop: LoopThread, client: AsyncClient) -> None:
+    loop.run(client.aclose())
+    loop.close()
 
 
 class Function:
@@ -117,6 +123,9 @@ class Call:
     def __init__(self, loop: LoopThread, call: AsyncCall) -> None:
         self._loop, self._call = loop, call
         self.id = call.id
+
+    def __repr__(self) -> str:
+        return f"Call({self.id!r})"
 
     def status(self) -> dict[str, Any]:
         return self._loop.run(self._call.status())

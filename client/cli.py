@@ -1,8 +1,18 @@
 """The `nearline` command: which verbs there are. Each lives with its noun in commands/."""
 
+from typing import Annotated
+
 import typer
 
+from nearline import __version__
 from nearline.client.commands import demo, errands, fleet, invoke, models, up
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="nearline",
@@ -23,6 +33,15 @@ app.command("ps")(fleet.ps)
 app.command("nodes")(fleet.nodes)
 app.command("demo")(demo.demo)
 up.pass_through(app, {"controller": up.controller, "node": up.node, "replay": up.replay, "simulate": up.simulate})
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Serve many language models and LoRA adapters from few machines; idle ones cost only disk."""
 
 
 def main() -> None:

@@ -102,6 +102,9 @@ class AsyncCall:
         self._transport = transport
         self.id = job_id
 
+    def __repr__(self) -> str:
+        return f"AsyncCall({self.id!r})"
+
     async def status(self) -> dict[str, Any]:
         """The job object as it is now."""
         job: dict[str, Any] = await self._transport.json("GET", f"/v1/jobs/{quote(self.id)}")

@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -75,12 +76,13 @@ async def _start_all(
     platform: Platform, sockets: Path, keepers: list[asyncio.Task[None]], say: Callable[[str], None]
 ) -> None:
     config, data = platform.config, platform.config.data_dir
+    _check_port(config)
     redis_url = config.redis_url
     if redis_url is None:
-        socket = sockets / "valkey.sock"
-        redis_url = f"unix://{socket}"
-        store = Child("valkey", valkey_command(data / "valkey", socket), platform.logs / "valkey.log")
-        await _start(platform, store, socket.exists)
+        path = sockets / "valkey.sock"
+        redis_url = f"unix://{path}"
+        store = Child("valkey", valkey_command(data / "valkey", path), platform.logs / "valkey.log")
+        await _start(platform, store, path.exists)
         say("valkey     up (append-only, embedded)")
     token = data / "node.token"
     if not token.exists():
@@ -112,6 +114,16 @@ async def _start_all(
 
 def _restart_notice(say: Callable[[str], None]) -> Callable[[Child], None]:
     return lambda child: say(f"{child.name} ended; starting it again")
+
+
+def _check_port(config: PlatformConfig) -> None:
+    """Say at once, before anything starts, that somebody else listens there."""
+    if config.port:
+        try:
+            socket.create_server((config.host, config.port)).close()
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            raise InvalidRequest(f"cannot listen on {where}: {error.strerror}; choose another --port") from None
 
 
 async def _start(platform: Platform, child: Child, is_up: Callable[[], bool]) -> None:

@@ -32,7 +32,8 @@ class Child:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
-    num_restarts: int = 0
+    num_refusals: int = 0
+    """Times in a row that it ended by itself, with an error, soon after its start: it cannot run as it was told to."""
 
     async def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +58,10 @@ class Child:
         while True:
             started_at = time.monotonic()
             assert self.process is not None
-            await self.process.wait()
-            backoff_s = 0.2 if time.monotonic() - started_at > STABLE_AFTER_S else min(MAX_BACKOFF_S, backoff_s * 2)
-            self.num_restarts += 1
+            status = await self.process.wait()
+            is_stable = time.monotonic() - started_at > STABLE_AFTER_S
+            backoff_s = 0.2 if is_stable else min(MAX_BACKOFF_S, backoff_s * 2)
+            self.num_refusals = self.num_refusals + 1 if status > 0 and not is_stable else 0
             on_restart(self)
             await asyncio.sleep(backoff_s)
             await self.start()

@@ -70,10 +70,15 @@ async def _acts(examples: Path, gguf: Path | None, data_dir: Path, keep: bool, s
         await _job(client)
         await _what_runs(client)
         if keep:
+            body = {"name": MODEL, "source": str(path.resolve()), "replace": True}
+            async for _ in client.admin.add("models", body):  # from now on it stays up between calls, as usual
+                pass
             _next_steps(platform)
             await stopped.wait()
         _title(7 if keep else 6, "Stop everything")
     say("no process, socket or shared memory is left behind")
+    if not keep:
+        say("next: `nearline demo --keep` leaves it running; README.md shows how to register your own model")
 
 
 @contextlib.asynccontextmanager
@@ -173,7 +178,6 @@ def _next_steps(platform: Platform) -> None:
 
 def _fetch(examples: Path) -> Path:
     command = [sys.executable, str(examples / "fetch_smollm2.py"), str(examples.parent / ".models")]
-    say("fetching SmolLM2-135M-Instruct (93 MB) if it is not here yet")
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise InvalidRequest(f"could not fetch the model: {done.stderr.strip()[-300:]}; pass --model FILE.gguf")

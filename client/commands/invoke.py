@@ -15,8 +15,10 @@ job = typer.Typer(no_args_is_help=True, help="Submit work that outlives its call
 
 Target = Annotated[str, typer.Argument(help="A model, an adapter or base:adapter.")]
 Text = Annotated[str, typer.Argument(help="What to say; '-' reads standard input.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Tokens to generate at most.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Tokens to generate at most (default 256).")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0, max=2, help="0 is greedy (default: the model's own, else 0).")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself; use no chat template.")]
 JobId = Annotated[str, typer.Argument(help="The id that `job submit` printed.")]
@@ -56,7 +58,12 @@ def invoke(
 
 def request_of(text: str, raw: bool, **options: Any) -> tuple[str | None, dict[str, Any]]:
     """The SDK arguments for a text from the command line."""
-    said = sys.stdin.read() if text == "-" else text
+    try:
+        said = sys.stdin.read() if text == "-" else text
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not said.strip():
+        raise typer.BadParameter("there is nothing to say; give a text, or '-' and something on standard input")
     chosen = {key: value for key, value in options.items() if value is not None}
     return (None, {"prompt": said, **chosen}) if raw else (said, chosen)
 

@@ -24,7 +24,7 @@ def add_model(
     name: Name,
     source: Source,
     keep_alive: Annotated[
-        float | None, typer.Option(help="Seconds an idle instance stays up; negative: for ever.")
+        float | None, typer.Option(help="Seconds an idle instance stays up; negative: for ever (default 300).")
     ] = None,
     min_replicas: Annotated[int | None, typer.Option(help="Instances kept even when idle.")] = None,
     max_replicas: Annotated[int | None, typer.Option(help="Instances at most.")] = None,

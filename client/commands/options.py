@@ -18,7 +18,10 @@ Url = Annotated[str | None, typer.Option("--url", envvar=URL_VARIABLE, help="Whe
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar=API_KEY_VARIABLE, help="Your tenant's key.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, nothing else.")]
 
-console = Console(highlight=False, soft_wrap=True)
+WIDE = 400
+"""Columns of a table that goes to a file or a pipe: programs read whole rows, ids are never cut."""
+
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
 notices = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -17,24 +17,36 @@ from nearline.client.platform import Platform, PlatformConfig, running_platform
 from nearline.protocol.errors import Fault, NearlineError
 
 READY_TIMEOUT_S = 120.0
+MAX_REFUSALS = 2
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def up(
-    data_dir: Annotated[Path | None, typer.Option(help="Where everything is kept (NEARLINE_DATA).")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where everything is kept (default: NEARLINE_DATA, or ~/.local/share/nearline).")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = DEFAULT_PORT,
     redis: Annotated[
         str | None, typer.Option(help="A Redis or Valkey URL; without one an embedded Valkey runs.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(help="Models that may run at once on each device.")] = None,
-    prewarm: Annotated[int | None, typer.Option(help="Engine processes kept ready for the next cold start.")] = None,
-    pool: Annotated[str | None, typer.Option(help="DRAM for checkpoints, such as 8GiB.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Models that may run at once on each device (default: by cores).")
+    ] = None,
+    prewarm: Annotated[
+        int | None, typer.Option(help="Engine processes kept ready for the next cold start (default 1).")
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool-bytes", "--pool", help="DRAM for checkpoints, such as 8GiB (default: by memory)."),
+    ] = None,
+    ssd_budget: Annotated[str | None, typer.Option(help="Disk for checkpoints, such as 500GiB.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="NAME=KEY of a tenant; repeatable. None: open.")] = None,
 ) -> None:
     """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
     agent_args: list[str] = []
-    for flag, value in (("--slots", slots), ("--prewarm", prewarm), ("--pool-bytes", pool)):
+    sizes = (("--pool-bytes", pool), ("--ssd-budget", ssd_budget))
+    for flag, value in (("--slots", slots), ("--prewarm", prewarm), *sizes):
         agent_args += [flag, str(value)] if value is not None else []
     config = PlatformConfig(
         data_dir=(data_dir or default_data_dir()).expanduser().resolve(),
@@ -82,6 +94,9 @@ async def when_ready(platform: Platform, stopped: asyncio.Event | None = None) -
             except NearlineError as error:
                 if loop.time() > deadline:
                     raise Fault(f"not ready after {READY_TIMEOUT_S:.0f} s ({error}); see {platform.logs}") from None
+            for child in platform.children:
+                if child.num_refusals >= MAX_REFUSALS:
+                    raise Fault(f"{child.name} does not start:\n{child.log_tail()}")
             await asyncio.sleep(0.05)
 
 

@@ -87,7 +87,7 @@ def _configure_logging(is_json: bool) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info if is_json else structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info,  # plain: tracebacks with locals would show secrets
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

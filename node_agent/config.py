@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nearline.node_agent.types import CoreConfig
@@ -49,7 +49,7 @@ class NodeConfig:
     num_prewarmed: int | None = None
     kv_bytes: Bytes | None = None
     max_running: int = 32
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     engine_command: tuple[str, ...] = (sys.executable, "-m", "nearline.engine")
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.node_agent.conftest import Agent, FakeController
 
 COMMAND = [sys.executable, "-m", "nearline.node_agent", "--controller", "http://127.0.0.1:9", "--pool-bytes", "32MiB"]
@@ -24,6 +26,31 @@ def test_a_busy_port_is_named_with_the_cure(tmp_path: Path) -> None:
     assert str(port) in last
     assert "--port" in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--json-logs"]])
+def test_a_logged_traceback_shows_no_secret(flags: list[str], tmp_path: Path) -> None:
+    code = """
+import sys, structlog
+from nearline.node_agent import __main__ as main
+options = main._parser().parse_args(sys.argv[1:])
+main._configure_logging(options.json_logs)
+def fail(config, token):
+    raise RuntimeError("it broke")
+try:
+    fail(main._config(options), main._token(options.token_file))
+except RuntimeError:
+    structlog.get_logger().exception("broken")
+    structlog.get_logger().info("config", config=main._config(options))
+"""
+    (tmp_path / "token").write_text("cluster-secret")
+    arguments = ["--controller", "http://x", "--data-dir", str(tmp_path), "--token-file", str(tmp_path / "token")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, *flags], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "it broke" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "cluster-secret" not in done.stderr
 
 
 def test_a_data_dir_that_cannot_be_is_named_with_the_cure(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Generation:
     """One running call. Owns: its request handle, cancelled when the reader leaves early.
 
     `finish_reason` is "stop" or "length" once the deltas have ended. `prompt_logprobs`, if asked for, are there
-    before the first delta.
+    before the first delta; `embedding` after the last.
     """
 
     def __init__(self, runtime: Runtime, call: Call) -> None:
@@ -42,6 +42,7 @@ class Generation:
         self._is_over = False
         self.finish_reason: str | None = None
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self.embedding: bytes | None = None
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield text as it becomes certain; the last delta may be empty. Raises the request's NearlineError."""
@@ -51,6 +52,7 @@ class Generation:
                     self._num_cached_tokens = update.timings.num_cached_tokens
                 if update.prompt_logprobs is not None:
                     self.prompt_logprobs = update.prompt_logprobs
+                self.embedding = update.embedding
                 delta = self._stream.push(update.token_ids, update.logprobs)
                 if delta.is_stopped:
                     self._end("stop")

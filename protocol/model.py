@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nearline.protocol.ids import Bytes, Digest, ModelId, Seconds
+from nearline.protocol.request import Pooling
 
 
 class CheckpointKind(StrEnum):
@@ -38,7 +39,10 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model people may call. Idle instances stop `keep_alive_s` after their last request (negative: never)."""
+    """A model people may call. Idle instances stop `keep_alive_s` after their last request (negative: never).
+
+    `pooling` is how its embeddings are made when a request does not say.
+    """
 
     model_id: ModelId
     checkpoint: CheckpointInfo
@@ -46,6 +50,7 @@ class ModelSpec:
     keep_alive_s: Seconds = 300.0
     min_replicas: int = 0
     max_replicas: int = 1
+    pooling: Pooling = Pooling.LAST
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from nearline.controller.http.door import DOOR, MAX_BODY_BYTES, REQUEST_ID, TENA
 from nearline.controller.http.errors import error_response, http_error_response
 from nearline.controller.http.openai_chat import chat_completions
 from nearline.controller.http.openai_completions import completions
+from nearline.controller.http.openai_embeddings import embeddings
 from nearline.protocol.errors import NearlineError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,6 +47,7 @@ def create_app(door: Door, node_handler: Handler | None = None) -> web.Applicati
             web.get("/v1/models/{name:.+}", models.get_model),
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/embeddings", embeddings),
             web.post("/v1/jobs", jobs_api.submit),
             web.get("/v1/jobs", jobs_api.list_jobs),
             web.get("/v1/jobs/{job_id}", jobs_api.get),

@@ -14,7 +14,8 @@ from nearline.controller.http.functions import Invocation, accepted, idempotency
 from nearline.controller.http.functions import prepare as prepare_function
 from nearline.controller.http.openai_chat import ChatCompletion
 from nearline.controller.http.openai_completions import Completion, prompts_of
-from nearline.controller.http.schemas import ChatBody, CompletionBody, JobBody
+from nearline.controller.http.openai_embeddings import Embedding, inputs_of
+from nearline.controller.http.schemas import ChatBody, CompletionBody, EmbeddingBody, JobBody
 from nearline.controller.jobs import Job, JobRequest
 from nearline.protocol import Slo, SloClass
 from nearline.protocol.errors import InvalidRequest
@@ -68,6 +69,9 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
     elif body.endpoint == "/v1/chat/completions":
         door.registry.resolve(body.model)
         await grammar_of(await read_body(ChatBody, data))
+    elif body.endpoint == "/v1/embeddings":
+        door.registry.resolve(body.model)
+        inputs_of(await read_body(EmbeddingBody, data))
     else:
         target, completion = door.registry.resolve(body.model), await read_body(CompletionBody, data)
         for prompt in prompts_of(completion):
@@ -81,11 +85,13 @@ async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) 
     slo_class = SloClass.BATCH_1M if left_s <= SOON_S else SloClass.BATCH_1H
     caller = Caller(job.tenant, Slo(slo_class, deadline_s=left_s))
     data = {**job.body, "deadline_s": left_s}
-    running: Invocation | ChatCompletion | Completion
+    running: Invocation | ChatCompletion | Completion | Embedding
     if job.endpoint == "function":
         running = await Invocation.open(door, caller, job.model, data)
     elif job.endpoint == "/v1/chat/completions":
         running = await ChatCompletion.open(door, caller, data)
+    elif job.endpoint == "/v1/embeddings":
+        running = await Embedding.open(door, caller, data)
     else:
         running = await Completion.open(door, caller, data)
     return await running.result(on_first_token=started)

@@ -11,7 +11,7 @@ import structlog
 from nearline.controller.http.door import Door
 from nearline.controller.http.schemas import AdapterBody, ModelBody
 from nearline.controller.registry import check_name
-from nearline.protocol import AdapterSpec, CheckpointInfo, CheckpointKind, ModelId, ModelSpec
+from nearline.protocol import AdapterSpec, CheckpointInfo, CheckpointKind, ModelId, ModelSpec, Pooling
 from nearline.protocol.errors import AdapterMismatch, ModelNotFound, NameTaken, NearlineError
 from nearline.protocol.frames import ImportFinished
 
@@ -108,7 +108,7 @@ async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> 
     if older is not None and older.checkpoint.digest != found.digest and door.registry.adapters_of(older.model_id):
         raise AdapterMismatch(f"{body.name!r} has adapters made for its present weights; remove them first")
     limits = (body.keep_alive_s, body.min_replicas, body.max_replicas)
-    spec = ModelSpec(ModelId(body.name), found, time.time(), *limits)
+    spec = ModelSpec(ModelId(body.name), found, time.time(), *limits, pooling=Pooling(body.pooling))
     await door.registry.put_model(spec)
     door.runtime.add_model(spec)
     log.info("model_registered", model=body.name, digest=found.digest, num_bytes=found.num_bytes)
@@ -138,6 +138,7 @@ def model_object(spec: ModelSpec) -> dict[str, Any]:
         "keep_alive_s": spec.keep_alive_s,
         "min_replicas": spec.min_replicas,
         "max_replicas": spec.max_replicas,
+        "pooling": spec.pooling.value,
     }
 
 

@@ -46,7 +46,18 @@ class ResponseFormat(Body):
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
 
 
-class SamplingBody(Body):
+class PromiseFields(Body):
+    """What a client expects of the service: how soon, and how it ranks among its own."""
+
+    priority: int = Field(0, ge=-1000, le=1000)
+    slo: Literal["interactive", "batch-1m", "batch-1h"] | None = None
+    ttft_ms: float | None = Field(None, gt=0)
+    tpot_ms: float | None = Field(None, gt=0)
+    deadline_ms: float | None = Field(None, gt=0)
+    deadline_s: float | None = Field(None, gt=0)
+
+
+class SamplingBody(PromiseFields):
     """How to sample: OpenAI's names and vLLM's extras, on every endpoint that generates."""
 
     max_tokens: int | None = Field(None, ge=0)
@@ -70,12 +81,6 @@ class SamplingBody(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
-    priority: int = Field(0, ge=-1000, le=1000)
-    slo: Literal["interactive", "batch-1m", "batch-1h"] | None = None
-    ttft_ms: float | None = Field(None, gt=0)
-    tpot_ms: float | None = Field(None, gt=0)
-    deadline_ms: float | None = Field(None, gt=0)
-    deadline_s: float | None = Field(None, gt=0)
 
     @property
     def includes_usage(self) -> bool:
@@ -130,12 +135,22 @@ class FunctionBody(SamplingBody, ChatFields):
     n: Literal[1] | None = 1
 
 
+class EmbeddingBody(PromiseFields):
+    """POST /v1/embeddings"""
+
+    model: str
+    input: str | list[str] | TokenIds | list[TokenIds]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = Field(None, ge=1)
+    pooling: Literal["last", "mean"] | None = None
+
+
 class JobBody(Body):
     """POST /v1/jobs: `input` is the body that `endpoint` would take (default: the function named `model`)."""
 
     model: str
     input: dict[str, Any]
-    endpoint: Literal["function", "/v1/chat/completions", "/v1/completions"] = "function"
+    endpoint: Literal["function", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"] = "function"
     deadline_s: float = Field(86_400.0, gt=0, le=30 * 86_400)
     max_attempts: int = Field(3, ge=1, le=100)
 
@@ -148,6 +163,7 @@ class ModelBody(Body):
     keep_alive_s: float = 300.0
     min_replicas: int = Field(0, ge=0, le=1000)
     max_replicas: int = Field(1, ge=1, le=1000)
+    pooling: Literal["last", "mean"] = "last"
     replace: bool = False
 
 

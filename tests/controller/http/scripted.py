@@ -50,9 +50,9 @@ class ScriptedHandle:
         runtime, sampling = self.runtime, self.request.sampling
         await runtime.gate.wait()
         if self.request.pooling is not None or sampling.max_tokens == 0:
+            await asyncio.sleep(runtime.step_s)
             if runtime.break_at is not None:
                 raise runtime.break_at[1]
-            await asyncio.sleep(runtime.step_s)
             yield self._reading()
             return
         ids = list(runtime.script(self.request))

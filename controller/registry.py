@@ -1,5 +1,6 @@
 """What is registered: models and adapters by name, durable in Redis and answered from memory."""
 
+import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -65,8 +66,12 @@ class Registry:
             return Target(name, self.models[name])
         adapter = self.adapters.get(name) or self._qualified(name)
         if adapter is None or adapter.base_id not in self.models:
-            raise ModelNotFound(f"no model or adapter is named {name!r}; GET /v1/models lists them", param="model")
+            raise ModelNotFound(f"no model or adapter is named {name!r}{self._hint(name)}", param="model")
         return Target(name, self.models[adapter.base_id], adapter)
+
+    def _hint(self, name: str) -> str:
+        near = difflib.get_close_matches(name, [*self.models, *self.adapters], n=1)
+        return f"; did you mean {near[0]!r}?" if near else "; `nearline model list` shows what may be called"
 
     def _qualified(self, name: str) -> AdapterSpec | None:
         """Both parts may hold colons themselves, so each colon is tried."""

@@ -175,7 +175,7 @@ class DramCache:
         with self._changed:
             entry = self._entry(digest)
             admission = self._pin(entry, now)
-            lease = Lease(digest, admission.frames, self._release)
+            lease = Lease(digest, entry.path.parent, admission.frames, self._release)
             entry.leases.append(lease)
             pending = self._tier.pending(digest)
             if admission.to_read:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from nearline.protocol import Bytes, Digest, Seconds, Tier
@@ -24,11 +25,14 @@ class Lease:
     """Pins a checkpoint's frames until `release`. `frames[i]` holds chunk i as soon as its ready byte is 1.
 
     `done` ends when every chunk is there, or fails with CheckpointCorrupt, or with Cancelled after an early release.
-    Its callbacks may run in a reading thread.
+    Its callbacks may run in a reading thread. `directory` is the checkpoint's: it stays while the lease does.
     """
 
-    def __init__(self, digest: Digest, frames: tuple[int, ...], release: Callable[["Lease"], None]) -> None:
+    def __init__(
+        self, digest: Digest, directory: Path, frames: tuple[int, ...], release: Callable[["Lease"], None]
+    ) -> None:
         self.digest = digest
+        self.directory = directory
         self.frames = frames
         self.done: Future[ReadStats] = Future()
         self.done.set_running_or_notify_cancel()  # an asyncio waiter that is cancelled must not cancel the read

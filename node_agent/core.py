@@ -15,7 +15,7 @@ from nearline.node_agent.lifecycle import LifecycleEvent, is_final, next_state
 from nearline.node_agent.pace import Pace
 from nearline.node_agent.roster import Roster
 from nearline.node_agent.supply import Demand, backoff_s, supply
-from nearline.node_agent.types import CoreConfig, DeviceSlots, Engine, EngineId, EngineState, Instance
+from nearline.node_agent.types import CoreConfig, DeviceSlots, Engine, EngineState, Instance
 from nearline.protocol import Digest, InstanceId, InstanceState, InstanceStatus, ModelId, Seconds
 from nearline.protocol.errors import (
     ErrorInfo,
@@ -48,6 +48,7 @@ class NodeCore:
             ev.LeaseRefused: self._on_lease_refused,
             ev.LeaseFilled: self._on_lease_filled,
             ev.LeaseBroken: self._on_lease_broken,
+            ev.ActionFailed: self._on_action_failed,
             ev.Drained: self._on_drained,
             ev.Woke: lambda _event, now: self._on_deadlines(now),
             ev.EngineWarm: self._on_engine_warm,
@@ -76,11 +77,6 @@ class NodeCore:
         """Give an instance's state, None if it is unknown."""
         instance = self._roster.instances.get(instance_id)
         return instance.state if instance else None
-
-    def engine_of(self, instance_id: InstanceId) -> EngineId | None:
-        """Name the process that serves a READY or DRAINING instance."""
-        instance = self._roster.instances.get(instance_id)
-        return instance.engine_id if instance else None
 
     def statuses(self) -> list[InstanceStatus]:
         """Describe the instances that have not ended."""
@@ -252,10 +248,19 @@ class NodeCore:
             return
         # What half a bind left in the process is unknown, so the process is not used again.
         instance = self._roster.instances[event.instance_id]
-        if instance.state is InstanceState.DRAINING:
+        self._fail_or_end(instance, engine, event.error)
+
+    def _on_action_failed(self, event: ev.ActionFailed, now: Seconds) -> None:
+        instance = self._roster.instances.get(event.instance_id)
+        if instance and not is_final(instance.state):
+            engine = None if instance.engine_id is None else self._roster.engine_of(instance)
+            self._fail_or_end(instance, engine, event.error)
+
+    def _fail_or_end(self, instance: Instance, engine: Engine | None, error: ErrorInfo) -> None:
+        if engine and instance.state is InstanceState.DRAINING:
             self._kill(engine, "it failed, and nobody wants the instance any more")
         else:
-            self._fail(instance, event.error)
+            self._fail(instance, error)
 
     def _on_engine_unbound(self, event: ev.EngineUnbound, now: Seconds) -> None:
         engine = self._roster.engines[event.engine_id]

@@ -81,6 +81,14 @@ class Woke:
     """An instant asked for by WakeAt is here."""
 
 
+@dataclass(frozen=True, slots=True)
+class ActionFailed:
+    """What the agent tried to do for an instance broke: the instance fails, the agent goes on."""
+
+    instance_id: InstanceId
+    error: ErrorInfo
+
+
 # ---- engine processes ----
 
 
@@ -130,5 +138,6 @@ class AdapterChanged:
 
 NodeEvent = (
     EnsureWished | StopWished | DeleteWished | LinkLost | LeaseAcquired | LeaseRefused | LeaseFilled | LeaseBroken
-    | Drained | Woke | EngineWarm | EngineBound | EngineBindFailed | EngineUnbound | EngineExited | AdapterChanged
+    | Drained | Woke | ActionFailed | EngineWarm | EngineBound | EngineBindFailed | EngineUnbound | EngineExited
+    | AdapterChanged
 )  # fmt: skip

@@ -38,11 +38,11 @@ class Leases:
         if lease:
             lease.release()
 
-    def frames(self, instance_id: InstanceId) -> tuple[int, ...]:
-        """Give the pool frames of an acquired lease, in order of chunks."""
+    def lease(self, instance_id: InstanceId) -> Lease:
+        """Give an acquired lease: its frames and its directory stay, whatever was deleted meanwhile."""
         lease = self._held[instance_id]
         assert lease is not None, f"{instance_id} is bound before its lease is acquired"
-        return lease.frames
+        return lease
 
     def run(self, what: str, function: Callable[..., Any], *arguments: Any) -> None:
         """Do an errand in a thread; its failure is logged, nobody waits for it."""

@@ -21,7 +21,7 @@ from nearline.node_agent.supervisor import Supervisor, launches
 from nearline.node_agent.types import EngineId
 from nearline.protocol import CheckpointInfo, InstanceState, NodeId, NodeReport, Seconds
 from nearline.protocol import frames as fr
-from nearline.protocol.errors import NearlineError
+from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
 
 FIRST_REPORT_INTERVAL_S: Seconds = 1.0
 REPORT_SOON_S: Seconds = 0.1
@@ -103,15 +103,28 @@ class NodeRuntime:
             item = await self._inbox.get()
             handler = self._message_handlers.get(type(item))
             if handler:
-                handler(item)
+                self._guard(handler, item)
             else:
                 self._decide(item)
 
     def _decide(self, event: ev.NodeEvent) -> None:
         for action in self._core.on(event, self._loop.time()):
-            self._action_handlers[type(action)](action)
+            self._guard(self._action_handlers[type(action)], action)
         if not isinstance(event, ev.Woke):
             self._report_soon()
+
+    def _guard(self, handler: Callable[[Any], None], item: Any) -> None:
+        """Carry something out. What breaks is the failure of the instance or process it was for, not the agent's."""
+        try:
+            handler(item)
+        except Exception as error:
+            what = type(item).__name__
+            log.exception("the agent could not do its part", what=what)
+            instance_id = getattr(getattr(item, "spec", item), "instance_id", None)
+            if isinstance(item, act.StartEngine):
+                self._inbox.put_nowait(ev.EngineExited(item.engine_id, f"it could not be started: {error}"))
+            elif instance_id is not None:
+                self._inbox.put_nowait(ev.ActionFailed(instance_id, _failure(what, error)))
 
     # ---- what comes in ----
 
@@ -183,9 +196,9 @@ class NodeRuntime:
 
     def _bind_engine(self, action: act.BindEngine) -> None:
         spec = action.spec
-        manifest_path = str(self._store.directory(spec.digest) / MANIFEST_NAME)
-        frames = self._leases.frames(spec.instance_id)
-        bind = fr.Bind(spec, manifest_path, frames, action.kv_bytes, action.max_running, action.num_threads)
+        lease = self._leases.lease(spec.instance_id)
+        manifest_path = str(lease.directory / MANIFEST_NAME)
+        bind = fr.Bind(spec, manifest_path, lease.frames, action.kv_bytes, action.max_running, action.num_threads)
         self._relay.bind(action.engine_id, spec.instance_id)
         self._supervisor.send(action.engine_id, bind)
 
@@ -277,3 +290,9 @@ class NodeRuntime:
             residency=store.residency(),
             instances=tuple(self._relay.with_load(status) for status in core.statuses()),
         )
+
+
+def _failure(what: str, error: Exception) -> ErrorInfo:
+    if isinstance(error, NearlineError):
+        return ErrorInfo.of(error)
+    return ErrorInfo.of(InstanceFailed(f"its node could not do its part ({what}): {type(error).__name__}: {error}"))

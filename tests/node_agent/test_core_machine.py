@@ -77,6 +77,11 @@ class NodeMachine(RuleBasedStateMachine):
         assert 0 < action.kv_bytes <= (1 << 30) // NUM_SLOTS
         self.binding[action.engine_id] = self.mapped[action.engine_id] = instance_id
 
+    @rule(data=st.data())
+    def an_action_breaks(self, data: st.DataObject) -> None:
+        if self.states:
+            self.post(ev.ActionFailed(data.draw(st.sampled_from(sorted(self.states))), ERROR))
+
     def do_unbindengine(self, action: act.UnbindEngine) -> None:
         self.unbinding.append(action.engine_id)
 

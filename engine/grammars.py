@@ -26,6 +26,8 @@ except ImportError:
 
 Mask = NDArray[np.bool_]
 
+WHITESPACE = r"[ \n\r\t]{1,40}"
+"""Between JSON's tokens. Without a limit a model that likes line feeds writes nothing else until max_tokens."""
 MAX_COMPILED = 64
 MAX_LEXER_STATES = 50_000
 """Per grammar; a state takes one or two kilobytes."""
@@ -140,7 +142,7 @@ def _source(grammar: Grammar) -> str:
     made: str
     try:
         if grammar.kind is GrammarKind.JSON_SCHEMA:
-            made = matcher.grammar_from_json_schema(grammar.source)
+            made = matcher.grammar_from_json_schema(grammar.source, defaults={"whitespace_pattern": WHITESPACE})
         elif grammar.kind is GrammarKind.REGEX:
             made = matcher.grammar_from_regex(grammar.source)
         else:

@@ -106,7 +106,7 @@ class CapacityDesk:
             model.wait_reason = f"the last start failed; the next try is in {model.retry_at - now:.1f} s"
             self._replan_by(model.retry_at)
             return False
-        may_stop = partial(self._may_stop, model, now)
+        may_stop = partial(self._may_stop, model, self._max_wait_s(model), now)
         need = self._need(model)
         found = place(self._fleet.nodes.values(), need, now, self._config, may_stop, claimed)
         if isinstance(found, NoPlace):
@@ -173,27 +173,23 @@ class CapacityDesk:
             return
         model.unplaceable_since = None
 
-    def _may_stop(self, model: ModelRecord, now: Seconds, instance: InstanceView) -> bool:
+    def _may_stop(self, model: ModelRecord, max_wait_s: Seconds, now: Seconds, instance: InstanceView) -> bool:
         """Whether an instance may give up its slot for a model. Where the answer is 'not yet', plan again then.
 
         Growth takes nobody's slot. A minimum takes idle instances. A starved model takes idle instances after their
         residence, spare replicas, and after its wait bound any busy one. Minimums of others are respected.
         """
-        other = instance.model
-        starved_since = model.starved_since
-        if other.spec.model_id == model.spec.model_id and not other.is_retired:
+        other, starved_since = instance.model, model.starved_since
+        if instance.loaded_at is None or (other.spec.model_id == model.spec.model_id and not other.is_retired):
             return False
-        if instance.loaded_at is None or other.num_live <= other.spec.min_replicas:
+        is_busy = bool(instance.in_flight or other.queue.num_waiting)
+        if starved_since is None and (is_busy or model.num_live >= model.spec.min_replicas):
             return False
-        if starved_since is None and model.num_live >= model.spec.min_replicas:
+        if other.num_live <= other.spec.min_replicas:
             return False
-        max_wait_s = self._max_wait_s(model)
         allowed_at = scaling.residence_ends_at(instance, self._config, max_wait_s)
-        if instance.in_flight or other.queue.num_waiting:
-            if starved_since is None:
-                return False
-            if other.num_live == 1:
-                allowed_at = max(allowed_at, starved_since + max_wait_s)
+        if is_busy and starved_since is not None and other.num_live == 1:
+            allowed_at = max(allowed_at, starved_since + max_wait_s)
         if allowed_at > now:
             self._replan_by(allowed_at)
             return False

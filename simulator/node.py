@@ -67,6 +67,7 @@ class SimulatedNode:
         self.instances: dict[InstanceId, SimulatedInstance] = {}
         self.starts_by_tier: dict[Tier, int] = {}
         self.num_swaps = 0
+        self.is_up = True
         self._sizes = sizes
         self._dram: OrderedDict[Digest, Bytes] = OrderedDict()
         self._storage_free_at = 0.0
@@ -97,6 +98,8 @@ class SimulatedNode:
 
     def ensure(self, spec: InstanceSpec, now: Seconds) -> None:
         """Start an instance: wait for the storage link, read what DRAM lacks, bind."""
+        if not self.is_up:
+            return
         instance = self.instances[spec.instance_id] = SimulatedInstance(spec)
         if len(self._free_slots) > 0:
             self.num_swaps += self._free_slots.pop() not in (None, spec.digest)
@@ -108,12 +111,16 @@ class SimulatedNode:
         self._schedule(read_s + self.cost.bind_s, lambda: self._loaded(instance))
 
     def preload(self, digest: Digest, now: Seconds) -> None:
+        if not self.is_up:
+            return
         read_s, _, _ = self._read(digest, now)
-        self._schedule(read_s, lambda: self._post(NodeReported(self.report())))
+        self._schedule(read_s, self._report)
 
     def submit(self, instance_id: InstanceId, sequence: SimulatedSequence) -> None:
         """Run a sequence now if there is a place, else when one comes free."""
-        instance = self.instances[instance_id]
+        instance = self.instances.get(instance_id)
+        if instance is None:
+            return  # lost with the node, which the controller has been told
         if instance.is_loaded and len(instance.running) < self.cost.max_running:
             self._run(instance, sequence)
         else:
@@ -125,6 +132,18 @@ class SimulatedNode:
             instance.waiting.pop(request_id, None)
             if instance.running.pop(request_id, None) is not None:
                 self._place_freed(instance)
+
+    def die(self) -> None:
+        """Lose every instance and all of DRAM at once, as a machine does that is switched off."""
+        for instance in self.instances.values():
+            instance.state = InstanceState.FAILED
+            instance.running.clear()
+            instance.waiting.clear()
+        self.is_up = False
+        self.instances.clear()
+        self._dram.clear()
+        self._storage_free_at = 0.0
+        self._free_slots = [None] * self.num_slots
 
     def stop(self, instance_id: InstanceId, drain_s: Seconds) -> None:
         """Drain, then stop; what still runs at the end of the drain is cancelled."""
@@ -157,6 +176,10 @@ class SimulatedNode:
     def _is_pinned(self, digest: Digest) -> bool:
         return any(instance.spec.digest == digest for instance in self.instances.values())
 
+    def _report(self) -> None:
+        if self.is_up:
+            self._post(NodeReported(self.report()))
+
     def _ready(self, instance: SimulatedInstance) -> None:
         if instance.state is InstanceState.LOADING:
             instance.state = InstanceState.READY
@@ -166,7 +189,7 @@ class SimulatedNode:
         if instance.state in (InstanceState.READY, InstanceState.DRAINING):
             instance.is_loaded = True
             self._changed(instance)
-            self._post(NodeReported(self.report()))
+            self._report()
             self._place_freed(instance)
 
     def _run(self, instance: SimulatedInstance, sequence: SimulatedSequence) -> None:
@@ -208,6 +231,8 @@ class SimulatedNode:
             self._schedule(self.cost.stop_s, lambda: self._stopped(instance))
 
     def _stopped(self, instance: SimulatedInstance) -> None:
+        if self.instances.get(instance.spec.instance_id) is not instance:
+            return
         del self.instances[instance.spec.instance_id]
         self._free_slots.append(instance.spec.digest)
         self._changed(instance)

@@ -5,7 +5,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from nearline.simulator import Traffic, arrivals
+from nearline.simulator import Shape, Traffic, arrivals
 from nearline.simulator.arrivals import model_ids
 
 
@@ -40,3 +40,13 @@ def test_changing_the_rate_changes_neither_models_nor_lengths() -> None:
         (a.model_id, a.num_prompt_tokens, a.num_output_tokens) for a in fast[: len(slow)]
     ]
     assert [a.at for a in slow] != [a.at for a in fast[: len(slow)]]
+
+
+def test_shapes_keep_the_mean_rate_and_put_it_where_they_say() -> None:
+    for shape in Shape:
+        times = [a.at for a in arrivals(traffic(shape=shape, period_s=40.0))]
+        assert len(times) == pytest.approx(50 * 400, rel=0.06), shape
+        if shape is Shape.ON_OFF:
+            assert all(at % 40.0 < 20.0 + 1e-6 for at in times)
+        if shape is Shape.RAMP:
+            assert sum(at < 200 for at in times) / len(times) == pytest.approx(0.25, abs=0.03)

@@ -1,10 +1,13 @@
 """Imports and verifies checkpoints for whoever starts it: `python -m nearline.checkpoint_store import|verify …`.
 
 Speaks JSON lines on stdout: `{"phase", "done_bytes", "total_bytes"}` at most ten times a second, then exactly one of
-`{"checkpoint": CheckpointInfo}` (exit 0) or `{"error": ErrorInfo}` (exit 1). Warnings go to stderr, open or not.
+`{"checkpoint": CheckpointInfo}` (exit 0) or `{"error": ErrorInfo}` (exit 1). With `--asks-for-room` it says
+`{"needs_bytes": n}` before it writes and goes on at a line on stdin: `{}`, or `{"error": …}` to refuse.
+Warnings go to stderr, open or not.
 """
 
 import argparse
+import dataclasses
 import io
 import json
 import os
@@ -21,7 +24,7 @@ from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.publish import CHECKPOINTS
 from nearline.checkpoint_store.publish_digest import verify_checkpoint
-from nearline.protocol import Bytes, CheckpointKind, Digest, to_plain
+from nearline.protocol import Bytes, CheckpointKind, Digest, from_plain, to_plain
 from nearline.protocol.errors import Cancelled, ErrorInfo, NotFound
 
 _PROGRESS_INTERVAL_S = 0.1
@@ -40,6 +43,13 @@ class _Lines:
             return
         self._phase, self._next_at = phase, now + _PROGRESS_INTERVAL_S
         self.write({"phase": phase, "done_bytes": done_bytes, "total_bytes": total_bytes})
+
+    def ask_for_room(self, num_bytes: Bytes) -> None:
+        """Ask whoever reads stdout for place on disk, and wait for the answer on stdin."""
+        self.write({"needs_bytes": num_bytes})
+        answer = json.loads(sys.stdin.readline() or "{}")
+        if "error" in answer:
+            raise from_plain(ErrorInfo, answer["error"]).exception()
 
     def write(self, plain: dict[str, Any]) -> None:
         if self._stream is None:
@@ -70,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     log = structlog.get_logger("checkpoint_store")
     lines = _Lines(sys.stdout)
     reporter = Reporter(lines.progress, lambda message: log.warning(message, source=getattr(options, "source", None)))
+    if getattr(options, "asks_for_room", False):
+        reporter = dataclasses.replace(reporter, make_room=lines.ask_for_room)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _cancel)
     try:
@@ -119,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     importer.add_argument("--kind", choices=[str(kind) for kind in CheckpointKind], default="model")
     importer.add_argument("--source", required=True, help="directory, .gguf, file://, http(s):// or hub:org/name[@rev]")
     importer.add_argument("--base", help="digest of the base model (adapters)")
+    importer.add_argument("--asks-for-room", action="store_true", help="say needs_bytes, wait for a line on stdin")
     verifier = commands.add_parser("verify", help="check a stored checkpoint against its digests")
     verifier.add_argument("--root", required=True, help="the store's directory")
     verifier.add_argument("--digest", required=True, help="the checkpoint's digest")

@@ -40,9 +40,15 @@ def _no_warning(message: str) -> None:
     """Tell nobody."""
 
 
+def _no_room_to_make(num_bytes: Bytes) -> None:
+    """Ask nobody."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Whom an import tells: `progress(phase, done_bytes, total_bytes)` often, `warn(message)` for what it dropped."""
+    """Whom an import tells: `progress(phase, done_bytes, total_bytes)` often, `warn(message)` for what it dropped; and
+    whom it asks for place before it writes: `make_room(num_bytes)`, which raises StorageFull if there is none."""
 
     progress: Callable[[str, Bytes, Bytes], None] = _no_progress
     warn: Callable[[str], None] = _no_warning
+    make_room: Callable[[Bytes], None] = _no_room_to_make

@@ -138,6 +138,16 @@ class DramCache:
             self._entry(digest)
             return self._tier.evict(digest) * self.pool.layout.frame_bytes
 
+    def withdraw(self, digest: Digest) -> bool:
+        """Free an unused checkpoint's frames, because its file is about to go; False while anybody uses it."""
+        with self._changed:
+            entry = self._entry(digest)
+            if entry.leases or self._tier.pending(digest):
+                return False
+            self._tier.evict(digest)
+            entry.trusted_stamp = None
+            return True
+
     def resident_bytes(self, digest: Digest) -> Bytes:
         with self._changed:
             return self._tier.resident_bytes(digest) if digest in self._entries else 0
@@ -145,6 +155,11 @@ class DramCache:
     def is_pinned(self, digest: Digest) -> bool:
         with self._changed:
             return digest in self._entries and self._tier.is_pinned(digest)
+
+    def value(self, digest: Digest) -> float:
+        """Tell how much a checkpoint is worth to keep, by how often it was used of late."""
+        with self._changed:
+            return self._tier.value(digest, time.monotonic()) if digest in self._entries else 0.0
 
     def free_bytes(self) -> Bytes:
         """Bytes of frames that hold nothing."""

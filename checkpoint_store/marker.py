@@ -1,5 +1,5 @@
-"""Two markers of a checkpoint directory: under which file stamp its digests were last found right, and that they are
-known to be wrong.
+"""Three markers of a checkpoint directory: under which file stamp its digests were last found right, that they are
+known to be wrong, and that the weights were given up because their source can give them back.
 
 No verified marker, or a file with another stamp, means that the next load checks every chunk. The importer writes none,
 so the first load always checks. A damaged marker means that no load is tried: only a successful verification, or an
@@ -17,6 +17,7 @@ from nearline.protocol import from_plain, to_plain
 
 _NAME = ".verified"
 _DAMAGED_NAME = ".damaged"
+_EVICTED_NAME = ".evicted"
 log = structlog.get_logger()
 
 
@@ -64,3 +65,13 @@ def clear_damage(directory: Path) -> None:
     """The bytes were found right."""
     with contextlib.suppress(OSError):
         (directory / _DAMAGED_NAME).unlink(missing_ok=True)
+
+
+def mark_evicted(directory: Path) -> None:
+    """Record that the weights leave by intention; before they do. Raises OSError."""
+    (directory / _EVICTED_NAME).touch()
+
+
+def is_evicted(directory: Path) -> bool:
+    """True when the weights were given up: they are to be fetched, not missed."""
+    return (directory / _EVICTED_NAME).exists()

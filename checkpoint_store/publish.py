@@ -48,6 +48,7 @@ def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manif
     header, entries = build_header([(t.name, t.dtype, t.shape) for t in draft.tensors])
     total = len(header) + sum(t.num_bytes for t in draft.tensors)
     needed = total + sum(map(len, draft.files.values())) + _SPARE_BYTES
+    reporter.make_room(needed)
     _check_space(root, needed)
     staging = root / INCOMING / staging_name(str(draft.info.kind))
     staging.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from nearline.checkpoint_store.incoming import sweep_incoming
+from nearline.checkpoint_store.marker import is_evicted
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest, read_manifest
 from nearline.protocol import Bytes, Digest
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest, ModelNotFound
@@ -53,7 +54,7 @@ class StoreRoot:
         return manifests
 
     def read(self, digest: Digest) -> Manifest:
-        """Read one checkpoint's manifest and compare it with its weights file's size.
+        """Read one checkpoint's manifest and compare it with its weights file's size, if it has one still.
 
         Raises ModelNotFound if the directory is absent, CheckpointCorrupt if it is torn.
         """
@@ -64,6 +65,9 @@ class StoreRoot:
         if manifest.digest != digest:
             raise CheckpointCorrupt(f"{directory}: its manifest is of checkpoint {manifest.digest}")
         weights = directory / WEIGHTS_NAME
+        if is_evicted(directory):
+            weights.unlink(missing_ok=True)
+            return manifest
         actual = weights.stat().st_size if weights.exists() else None
         if actual != manifest.num_bytes:
             found = "is missing" if actual is None else f"has {actual} bytes"

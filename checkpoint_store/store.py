@@ -20,6 +20,8 @@ from nearline.checkpoint_store.lease import Lease, ReadStats
 from nearline.checkpoint_store.marker import (
     clear_damage,
     clear_marker,
+    is_evicted,
+    mark_evicted,
     read_damage,
     read_marker,
     write_damage,
@@ -28,12 +30,14 @@ from nearline.checkpoint_store.marker import (
 from nearline.checkpoint_store.pool import DramPool
 from nearline.checkpoint_store.probe import DiskProbe
 from nearline.checkpoint_store.root import StoreRoot
+from nearline.checkpoint_store.ssd import StoredCheckpoint, choose_evictions
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest
 from nearline.checkpoint_store.verify import verify_weights
 from nearline.checkpoint_store.weights_file import FileStamp
-from nearline.protocol import Bytes, Digest, Residency, Seconds, Tier, TierBandwidth
-from nearline.protocol.errors import CheckpointCorrupt, ModelNotFound
+from nearline.protocol import Bytes, CheckpointKind, Digest, Residency, Seconds, Tier, TierBandwidth
+from nearline.protocol.errors import CheckpointCorrupt, ModelNotFound, NotFound
 
+FETCHABLE_SOURCES = ("hub:", "http://", "https://")
 log = structlog.get_logger()
 
 
@@ -49,6 +53,7 @@ class CheckpointStore:
         self._root = StoreRoot(config.root)
         self._lock = threading.Lock()
         self._manifests: dict[Digest, Manifest] = {}
+        self._is_remote: set[Digest] = set()
         self._bandwidths = Bandwidths()
         memory = psutil.virtual_memory()
         num_frames = resolve_pool_frames(config, memory.total, memory.available)
@@ -59,7 +64,8 @@ class CheckpointStore:
             if not self._root.was_closed_cleanly:
                 clear_marker(self._root.directory(manifest.digest))
             self._register(manifest)
-        largest = max(manifests, key=lambda m: m.num_bytes, default=None)
+        on_ssd = [manifest for manifest in manifests if manifest.digest not in self._is_remote]
+        largest = max(on_ssd, key=lambda m: m.num_bytes, default=None)
         self._probe = (
             DiskProbe(self._root.directory(largest.digest) / WEIGHTS_NAME, largest.num_bytes, self._ssd_measured)
             if largest
@@ -122,6 +128,7 @@ class CheckpointStore:
         later verification finds it right). Instances that hold it in DRAM go on: those bytes were checked.
         """
         manifest, directory = self.manifest(digest), self.directory(digest)
+        self._refuse_remote(digest)
         started_at = time.monotonic()
         try:
             stamp = verify_weights(directory / WEIGHTS_NAME, manifest, progress)
@@ -135,25 +142,48 @@ class CheckpointStore:
         self._trust_changed(digest, stamp)
         return ReadStats(time.monotonic() - started_at, manifest.num_bytes, Tier.SSD)
 
+    # ---- SSD ----
+
+    def make_room(self, num_bytes: Bytes) -> tuple[Digest, ...]:
+        """Evict from SSD what its source can give back until `num_bytes` are free; return what went.
+
+        Raises StorageFull with the numbers and what else would have to go; then nothing has gone.
+        """
+        stored = [self._stored(manifest) for manifest in self.checkpoints() if not self.is_remote(manifest.digest)]
+        chosen = choose_evictions(stored, num_bytes, self.ssd_free_bytes(), self.ssd_budget_bytes())
+        gone = tuple(digest for digest in chosen if self._evict_from_ssd(digest))
+        if len(gone) < len(chosen) and self.ssd_free_bytes() < num_bytes:  # one came into use meanwhile
+            return gone + self.make_room(num_bytes)
+        return gone
+
+    def is_remote(self, digest: Digest) -> bool:
+        """True when the weights are not here but can be fetched from their source again: import it, then acquire."""
+        with self._lock:
+            return digest in self._is_remote
+
     # ---- DRAM ----
 
     def acquire(self, digest: Digest) -> Lease:
         """Pin a checkpoint in DRAM and start reading what is missing; returns at once.
 
-        Raises ModelNotFound, CheckpointCorrupt if a verification found it damaged, or OutOfMemory with the numbers
-        when it cannot fit beside what is pinned.
+        Raises ModelNotFound; NotFound when it was evicted from SSD (see `is_remote`); CheckpointCorrupt if a
+        verification found it damaged; OutOfMemory with the numbers when it cannot fit beside what is pinned.
         """
-        self._refuse_damaged(digest)
+        self._refuse_unreadable(digest)
         if self._probe:
             self._probe.interrupt()
-        return self._cache.acquire(digest)
+        lease = self._cache.acquire(digest)
+        if self.is_remote(digest):  # it went between the question and the pin
+            lease.release()
+            self._refuse_remote(digest)
+        return lease
 
     def preload(self, digest: Digest) -> Future[ReadStats]:
         """Read a checkpoint into DRAM behind whatever somebody waits for, and leave it there unpinned.
 
         Fails with Cancelled when an `acquire` needs its frames. Raises as `acquire`.
         """
-        self._refuse_damaged(digest)
+        self._refuse_unreadable(digest)
         if self._probe:
             self._probe.interrupt()
         return self._cache.preload(digest)
@@ -178,7 +208,7 @@ class CheckpointStore:
 
     def ssd_used_bytes(self) -> Bytes:
         with self._lock:
-            return sum(manifest.num_bytes for manifest in self._manifests.values())
+            return sum(m.num_bytes for digest, m in self._manifests.items() if digest not in self._is_remote)
 
     def ssd_budget_bytes(self) -> Bytes:
         """The configured budget, or what checkpoints use plus what the disk has left."""
@@ -227,18 +257,49 @@ class CheckpointStore:
     def _register(self, manifest: Manifest) -> None:
         directory = self._root.directory(manifest.digest)
         self._manifests[manifest.digest] = manifest
+        if is_evicted(directory):
+            self._is_remote.add(manifest.digest)
+        else:
+            self._is_remote.discard(manifest.digest)
         self._cache.register(manifest, directory / WEIGHTS_NAME, read_marker(directory))
 
-    def _refuse_damaged(self, digest: Digest) -> None:
+    def _refuse_unreadable(self, digest: Digest) -> None:
         """Memory that already holds every byte, checked when it was read, may still be used."""
+        self._refuse_remote(digest)
         damage = read_damage(self._root.directory(digest))
         if damage is not None and self._cache.resident_bytes(digest) < self.manifest(digest).num_bytes:
             raise CheckpointCorrupt(f"a verification found this checkpoint damaged: {damage}")
 
+    def _refuse_remote(self, digest: Digest) -> None:
+        if self.is_remote(digest):
+            source = self.manifest(digest).info.source
+            raise NotFound(f"checkpoint {digest} was evicted from SSD; it comes back from {source} when it is needed")
+
+    def _evict_from_ssd(self, digest: Digest) -> bool:
+        """Give a checkpoint's weights up unless somebody uses them; its manifest and small files stay."""
+        directory = self._root.directory(digest)
+        with self._lock:
+            if digest not in self._manifests or not self._cache.withdraw(digest):
+                return False
+            mark_evicted(directory)
+            clear_marker(directory)
+            (directory / WEIGHTS_NAME).unlink(missing_ok=True)
+            self._is_remote.add(digest)
+        log.info("checkpoint evicted from SSD", digest=digest, num_bytes=self.manifest(digest).num_bytes)
+        return True
+
+    def _stored(self, manifest: Manifest) -> StoredCheckpoint:
+        digest, info = manifest.digest, manifest.info
+        fetchable = info.kind is CheckpointKind.MODEL and info.source.startswith(FETCHABLE_SOURCES)
+        in_use = self._cache.is_pinned(digest)
+        return StoredCheckpoint(digest, manifest.num_bytes, info.source, fetchable, in_use, self._cache.value(digest))
+
     def _residency(self, manifest: Manifest) -> Residency:
-        in_dram = self._cache.resident_bytes(manifest.digest)
-        is_pinned = self._cache.is_pinned(manifest.digest)
-        return Residency(manifest.digest, manifest.num_bytes, manifest.num_bytes, in_dram, is_pinned)
+        digest = manifest.digest
+        in_dram, is_pinned = self._cache.resident_bytes(digest), self._cache.is_pinned(digest)
+        is_remote = self.is_remote(digest)
+        on_ssd = 0 if is_remote else manifest.num_bytes
+        return Residency(digest, manifest.num_bytes, on_ssd, in_dram, is_pinned, is_fetchable=is_remote)
 
     def _remove(self, digest: Digest) -> None:
         with self._lock:

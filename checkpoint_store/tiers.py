@@ -182,6 +182,10 @@ class DramTier:
         held = self._held[digest]
         return held.num_resident < len(held.states) and ChunkState.FAILED in held.states
 
+    def value(self, digest: Digest, now: Seconds) -> float:
+        """Expected cost, per byte, of not having a checkpoint's chunks."""
+        return self._held[digest].value(now)
+
     def is_pinned(self, digest: Digest) -> bool:
         return self._held[digest].pins > 0
 

@@ -129,7 +129,7 @@ class NodeRecord:
         if digest is None:
             return True
         row = self.residency.get(digest)
-        return row is not None and max(row.ssd_bytes, row.dram_bytes) >= row.num_bytes
+        return row is not None and (row.is_fetchable or max(row.ssd_bytes, row.dram_bytes) >= row.num_bytes)
 
     def bandwidth(self, tier: Tier) -> float:
         """Bytes per second out of a tier; 0 if this node does not have the tier."""

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address of the node's own HTTP (0.0.0.0 for other machines)")
     add("--port", type=int, default=0, help="port of the node's own HTTP (0: any free one)")
     add("--pool-bytes", type=_size, metavar="SIZE", help="DRAM pool for checkpoints, e.g. 8GiB (default: 1/4 of RAM)")
+    add("--ssd-budget", type=_size, metavar="SIZE", help="disk for checkpoints, e.g. 500GiB (default: what is free)")
     add("--slots", type=int, help="instances per device (default: one per core, at most 8; one per GPU)")
     add("--prewarm", type=int, metavar="N", help="idle engine processes kept per device (default: slots, at most 2)")
     add("--kv-bytes", type=_size, metavar="SIZE", help="KV caches of all instances of a device (default: 1/8 of RAM)")
@@ -56,6 +57,7 @@ def _config(options: argparse.Namespace) -> NodeConfig:
         host=options.host,
         port=options.port,
         pool_bytes=options.pool_bytes,
+        ssd_bytes=options.ssd_budget,
         num_slots=options.slots,
         num_prewarmed=options.prewarm,
         kv_bytes=options.kv_bytes,

@@ -23,7 +23,9 @@ async def run_agent(config: NodeConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     with locked_data_dir(config.data_dir):
         hardware = await asyncio.to_thread(probe_hardware)
-        store_config = StoreConfig(root=config.data_dir / "store", dram_pool_bytes=config.pool_bytes)
+        store_config = StoreConfig(
+            root=config.data_dir / "store", dram_pool_bytes=config.pool_bytes, ssd_budget_bytes=config.ssd_bytes
+        )
         store = await asyncio.to_thread(CheckpointStore, store_config)
         try:
             runtimes: list[NodeRuntime] = []

@@ -45,6 +45,7 @@ class NodeConfig:
     host: str = "127.0.0.1"
     port: int = 0
     pool_bytes: Bytes | None = None
+    ssd_bytes: Bytes | None = None
     num_slots: int | None = None
     num_prewarmed: int | None = None
     kv_bytes: Bytes | None = None

@@ -1,6 +1,10 @@
-"""Imports of checkpoints: one subprocess each, few at a time, progress passed on, every one with an outcome."""
+"""Imports of checkpoints: one subprocess each, few at a time, progress passed on, every one with an outcome.
+
+What was evicted from SSD comes back the same way, from where it came first.
+"""
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,8 +14,9 @@ from typing import Any
 
 import structlog
 
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain
-from nearline.protocol.errors import Cancelled, ErrorInfo, Fault
+from nearline.checkpoint_store import CheckpointStore
+from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain, to_plain
+from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, Fault, NearlineError
 from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
 
 MAX_RUNNING = 2
@@ -33,12 +38,12 @@ class _Job:
 
 
 class Imports:
-    """Owns the import subprocesses. `send` passes messages to the controller, `adopt(digest)` tells the store."""
+    """Owns the import subprocesses, which ask the store for room. `send` passes messages to the controller."""
 
-    def __init__(self, root: Path, send: Callable[[object], None], adopt: Callable[[Digest], object]) -> None:
+    def __init__(self, root: Path, send: Callable[[object], None], store: CheckpointStore) -> None:
         self._root = root
         self._send = send
-        self._adopt = adopt
+        self._store = store
         self._jobs: dict[Key, _Job] = {}
         self._room = asyncio.Semaphore(MAX_RUNNING)
 
@@ -60,6 +65,25 @@ class Imports:
                 if not job.tasks and job.runner:
                     del self._jobs[key]
                     job.runner.cancel()
+
+    async def fetch(self, digest: Digest) -> None:
+        """Import a checkpoint again that was evicted from SSD. Raises what the import raises, or CheckpointCorrupt when
+        the source holds something else by now."""
+        info = self._store.manifest(digest).info
+        log.info("fetching a checkpoint again", digest=digest, source=info.source)
+        wish = ImportCheckpoint(TaskId(f"fetch-{digest}"), info.kind, info.source, info.base_digest)
+        async with self._room:
+            if not self._store.is_remote(digest):  # somebody else brought it meanwhile
+                return
+            known = {manifest.digest for manifest in self._store.checkpoints()}
+            found = await self._import(_Job(wish))
+        if found.digest != digest:
+            if found.digest not in known:
+                await asyncio.to_thread(self._store.delete, found.digest)
+            raise CheckpointCorrupt(
+                f"{info.source} is not what it was: it makes checkpoint {found.digest}, {digest} was imported from it; "
+                "register the model again"
+            )
 
     async def close(self) -> None:
         """End all imports and wait until their processes are gone."""
@@ -87,9 +111,10 @@ class Imports:
         command = [sys.executable, "-m", "nearline.checkpoint_store", "import", "--root", str(self._root)]
         command += ["--kind", wish.kind.value, "--source", wish.source]
         command += ["--base", wish.base_digest] if wish.base_digest else []
+        command += ["--asks-for-room"]
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
@@ -102,7 +127,7 @@ class Imports:
             await _end(process)
         if "checkpoint" in outcome:
             checkpoint = from_plain(CheckpointInfo, outcome["checkpoint"])
-            await asyncio.to_thread(self._adopt, checkpoint.digest)
+            await asyncio.to_thread(self._store.adopt, checkpoint.digest)
             return checkpoint
         if "error" in outcome:
             raise from_plain(ErrorInfo, outcome["error"]).exception()
@@ -118,12 +143,26 @@ class Imports:
                 continue
             if not isinstance(said, dict):
                 continue
+            if "needs_bytes" in said:
+                await self._make_room(process, said["needs_bytes"])
+                continue
             if "phase" not in said:
                 outcome = said
                 continue
             for task_id in job.tasks:
                 self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
         return outcome
+
+    async def _make_room(self, process: asyncio.subprocess.Process, num_bytes: Bytes) -> None:
+        answer: dict[str, Any] = {}
+        try:
+            await asyncio.to_thread(self._store.make_room, num_bytes)
+        except NearlineError as error:
+            answer = {"error": to_plain(ErrorInfo.of(error))}
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it has ended; its outcome says why
+            process.stdin.write(json.dumps(answer).encode() + b"\n")
+            await process.stdin.drain()
 
     def _tell(self, job: _Job, message: Callable[[TaskId], object]) -> None:
         for task_id in job.tasks:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ import structlog
 from nearline.checkpoint_store import CheckpointStore, Lease, ReadStats
 from nearline.node_agent import events as ev
 from nearline.protocol import Digest, InstanceId
-from nearline.protocol.errors import ErrorInfo, NearlineError
+from nearline.protocol.errors import ErrorInfo, NearlineError, NotFound
 
 log = structlog.get_logger()
 
@@ -19,17 +19,27 @@ log = structlog.get_logger()
 class Leases:
     """Owns the leases of instances. Outcomes are posted as events, in the loop that made this object."""
 
-    def __init__(self, store: CheckpointStore, post: Callable[[ev.NodeEvent], None]) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        post: Callable[[ev.NodeEvent], None],
+        fetch: Callable[[Digest], Awaitable[None]],
+    ) -> None:
+        """`fetch` brings back what was evicted from SSD."""
         self._store = store
+        self._fetch = fetch
         self._post = post
         self._loop = asyncio.get_running_loop()
         self._held: dict[InstanceId, Lease | None] = {}
+        self._acquiring: set[asyncio.Task[Lease]] = set()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nearline-store")
 
     def acquire(self, instance_id: InstanceId, digest: Digest) -> None:
         """Pin a checkpoint for an instance; LeaseAcquired or LeaseRefused, later LeaseFilled or LeaseBroken follow."""
         self._held[instance_id] = None
-        future = self._loop.run_in_executor(self._threads, self._store.acquire, digest)
+        future = asyncio.ensure_future(self._acquire(digest))
+        self._acquiring.add(future)
+        future.add_done_callback(self._acquiring.discard)
         future.add_done_callback(lambda done: self._on_acquired(instance_id, done))
 
     def release(self, instance_id: InstanceId) -> None:
@@ -51,9 +61,21 @@ class Leases:
 
     def close(self) -> None:
         """Release everything. Bound processes must be gone."""
+        for future in self._acquiring:
+            future.cancel()
         self._threads.shutdown(cancel_futures=True)
         for instance_id in list(self._held):
             self.release(instance_id)
+
+    async def _acquire(self, digest: Digest) -> Lease:
+        while True:
+            if self._store.is_remote(digest):
+                await self._fetch(digest)
+            try:
+                return await self._loop.run_in_executor(self._threads, self._store.acquire, digest)
+            except NotFound:
+                if not self._store.is_remote(digest):  # else it was evicted again before it was pinned
+                    raise
 
     def _on_acquired(self, instance_id: InstanceId, done: "asyncio.Future[Lease]") -> None:
         if done.cancelled():

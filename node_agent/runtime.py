@@ -56,7 +56,8 @@ class NodeRuntime:
         self._reporting: asyncio.TimerHandle | None = None
         self._core_config = resolve(config, hardware)
         self._core = NodeCore(self._core_config)
-        self._leases = Leases(store, self._inbox.put_nowait)
+        self._imports = Imports(config.data_dir / "store", self._send_outcome, store)
+        self._leases = Leases(store, self._inbox.put_nowait, self._imports.fetch)
         pool = store.pool
         self._supervisor = Supervisor(
             launches(config, hardware, pool.fd, pool.ready_fd, pool.layout), self._on_frame, self._on_exit
@@ -67,7 +68,6 @@ class NodeRuntime:
             self._supervisor.send, self._link.send, store.directory, lambda instance_id: post(ev.Drained(instance_id))
         )
         self._relay = Relay(ports)
-        self._imports = Imports(config.data_dir / "store", self._send_outcome, store.adopt)
         self._errands = Errands(store, self._send_outcome)
         self._message_handlers = self._handlers_of_messages()
         self._action_handlers = self._handlers_of_actions()
@@ -166,6 +166,8 @@ class NodeRuntime:
         self._errands.cancel(message.task_id)
 
     def _send_outcome(self, message: object) -> None:
+        if isinstance(message, fr.ImportFinished):
+            self._decide(ev.DeleteUnwished(message.checkpoint.digest))
         if isinstance(message, fr.TaskFinished):  # who waits for it may look at the fleet right after
             self._send_report()
         self._link.send(message)

@@ -88,13 +88,15 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """How much of a checkpoint is where on this node."""
+    """How much of a checkpoint is where on this node. `is_fetchable`: what is missing comes from its source when an
+    instance needs it."""
 
     digest: Digest
     num_bytes: Bytes
     ssd_bytes: Bytes
     dram_bytes: Bytes
     is_pinned: bool = False
+    is_fetchable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

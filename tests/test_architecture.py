@@ -26,7 +26,7 @@ ROOMS = sorted(MAY_IMPORT)
 TORCH_ROOMS = {"kernels", "loader", "engine"}
 WORDS = {"types", "config", "events", "actions", "errors", "ids", "request", "model", "instance", "frames", "decoder"}
 MINDS = {
-    "checkpoint_store": {"tiers", "estimate", "depth"},
+    "checkpoint_store": {"tiers", "ssd", "estimate", "depth"},
     "engine": {"sequence", "block_manager", "scheduler", "core", "adapters", "admission", "validation"},
     "node_agent": {"core", "lifecycle", "roster", "supply", "budget", "pace", "sequences"},
     "controller": {

@@ -30,6 +30,7 @@ class Choice:
 class Answer:
     """The running choices of a request. Raises on creation when the fleet refuses any of them.
 
+    Owns: their generations from then on; whoever made it closes it, for `pieces` may never begin.
     `num_prompts` prompts have the same number of choices each, in order.
     """
 
@@ -38,6 +39,7 @@ class Answer:
         self._num_prompts = num_prompts
         self.request_id = calls[0].request.request_id
         self._started_at = time.monotonic()
+        self._is_measured = False
         self.generations: list[Generation | NoGeneration] = []
         try:
             for call in calls:
@@ -45,9 +47,14 @@ class Answer:
                 is_empty = sampling.max_tokens == 0 and sampling.prompt_logprobs is None
                 self.generations.append(NoGeneration(call) if is_empty else Generation(door.runtime, call))
         except Exception as error:
+            self._failed(error)
             self._cancel()
-            self._metrics.failed(ErrorInfo.of(error).code)
             raise
+
+    def close(self) -> None:
+        """End every choice, wherever it is. Idempotent."""
+        self._failed(Cancelled(""))
+        self._cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield (choice, text) as it comes. Leaving early cancels every choice."""
@@ -63,12 +70,13 @@ class Answer:
                         self._metrics.next_token(now - last_at)
                     last_at = now
                     yield index, delta
+            self._is_measured = True
             self._metrics.finished(time.monotonic() - self._started_at, self.total, self.finish_reasons)
         except (asyncio.CancelledError, GeneratorExit):
-            self._metrics.failed(Cancelled("").code)
+            self._failed(Cancelled(""))
             raise
         except Exception as error:
-            self._metrics.failed(ErrorInfo.of(error).code)
+            self._failed(error)
             raise
         finally:
             self._cancel()
@@ -86,6 +94,11 @@ class Answer:
         for choice, reason in zip(found, self.finish_reasons, strict=True):
             choice.finish_reason = reason
         return found
+
+    def _failed(self, error: Exception) -> None:
+        if not self._is_measured:
+            self._is_measured = True
+            self._metrics.failed(ErrorInfo.of(error).code)
 
     def _cancel(self) -> None:
         for generation in self.generations:

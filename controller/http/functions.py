@@ -14,8 +14,8 @@ from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import FunctionBody
-from nearline.controller.http.sse import stream_events
 from nearline.controller.jobs import Job, JobRequest
 from nearline.controller.registry import Target
 from nearline.protocol import JobId, SamplingParams
@@ -54,6 +54,9 @@ class Invocation:
         (reason,) = self._answer.finish_reasons
         yield {"id": self._answer.request_id, "model": self._name, "finish_reason": reason, **self._counts()}
 
+    def close(self) -> None:
+        self._answer.close()
+
     def _counts(self) -> dict[str, Any]:
         return {"usage": self._answer.usage, "timings": self._answer.timings}
 
@@ -84,9 +87,7 @@ async def invoke(request: web.Request) -> web.StreamResponse:
     if kind == "Event" or "respond-async" in request.headers.get("Prefer", ""):
         return await _submit(request, name, data)
     invocation = await Invocation.open(door, Caller(tenant), name, data)
-    if invocation.body.stream:
-        return await stream_events(request, invocation.events(), door.heartbeat_s)
-    return web.json_response(await invocation.result())
+    return await reply(request, invocation, bool(invocation.body.stream))
 
 
 async def _submit(request: web.Request, name: str, data: bytes) -> web.StreamResponse:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 from aiohttp import web
@@ -85,13 +86,14 @@ async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) 
     slo_class = SloClass.BATCH_1M if left_s <= SOON_S else SloClass.BATCH_1H
     caller = Caller(job.tenant, Slo(slo_class, deadline_s=left_s))
     data = {**job.body, "deadline_s": left_s}
-    running: Invocation | ChatCompletion | Completion | Embedding
+    if job.endpoint == "/v1/embeddings":
+        return await (await Embedding.open(door, caller, data)).result(on_first_token=started)
+    running: Invocation | ChatCompletion | Completion
     if job.endpoint == "function":
         running = await Invocation.open(door, caller, job.model, data)
     elif job.endpoint == "/v1/chat/completions":
         running = await ChatCompletion.open(door, caller, data)
-    elif job.endpoint == "/v1/embeddings":
-        running = await Embedding.open(door, caller, data)
     else:
         running = await Completion.open(door, caller, data)
-    return await running.result(on_first_token=started)
+    with closing(running):
+        return await running.result(on_first_token=started)

@@ -13,8 +13,8 @@ from nearline.controller.http.calls import UNLIMITED, chat_prompt, choices, load
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.logprobs import chat_logprobs
+from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import ChatBody
-from nearline.controller.http.sse import stream_events
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta
 from nearline.protocol.errors import InvalidRequest
@@ -68,6 +68,9 @@ class ChatCompletion:
         if self.body.includes_usage:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._answer.usage}
 
+    def close(self) -> None:
+        self._answer.close()
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.body.model}
 
@@ -81,8 +84,5 @@ class ChatCompletion:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    door = door_of(request)
-    completion = await ChatCompletion.open(door, Caller(tenant_of(request)), await request.read())
-    if completion.body.stream:
-        return await stream_events(request, completion.events(), door.heartbeat_s)
-    return web.json_response(await completion.result())
+    completion = await ChatCompletion.open(door_of(request), Caller(tenant_of(request)), await request.read())
+    return await reply(request, completion, bool(completion.body.stream))

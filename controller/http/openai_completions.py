@@ -15,8 +15,8 @@ from nearline.controller.http.calls import choices, load, make_call, text_prompt
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, door_of, tenant_of
 from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_logprobs, joined
+from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody
-from nearline.controller.http.sse import stream_events
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta
 from nearline.protocol.errors import InvalidRequest
@@ -90,6 +90,9 @@ class Completion:
         if self.body.includes_usage:
             yield {**self._head(), "choices": [], "usage": self._answer.usage}
 
+    def close(self) -> None:
+        self._answer.close()
+
     def _head(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self.body.model}
 
@@ -138,8 +141,5 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    door = door_of(request)
-    completion = await Completion.open(door, Caller(tenant_of(request)), await request.read())
-    if completion.body.stream:
-        return await stream_events(request, completion.events(), door.heartbeat_s)
-    return web.json_response(await completion.result())
+    completion = await Completion.open(door_of(request), Caller(tenant_of(request)), await request.read())
+    return await reply(request, completion, bool(completion.body.stream))

@@ -83,6 +83,8 @@ class RuntimeConfig:
     either side is busy must not cost a link. > 0."""
     check_interval_s: Seconds = 5.0
     """How often the core's invariants are checked while it runs. > 0."""
+    orphan_grace_s: Seconds = 120.0
+    """Time a checkpoint on a connected node may be needed by nobody before it is deleted there. > 0."""
     journal_directory: str | None = None
     """Where the journal of events is kept; None: nowhere."""
     journal_part_bytes: Bytes = 16 << 20

@@ -4,17 +4,16 @@ Everything that changes the fleet goes through `_post`, on the event loop, one e
 are no locks because there is one writer. Actions never wait; what they lead to comes back as an event.
 """
 
-import array
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import structlog
-import xxhash
 from aiohttp import web
 
 from nearline.controller import actions as do
@@ -23,8 +22,10 @@ from nearline.controller.config import RuntimeConfig
 from nearline.controller.core import ControllerCore
 from nearline.controller.handle import InstanceTrack, RequestHandle
 from nearline.controller.imports import FileFetcher, Imports
+from nearline.controller.janitor import Janitor
 from nearline.controller.journal import JournalWriter
 from nearline.controller.node_link import NodeLinks
+from nearline.controller.request_info import describe
 from nearline.controller.snapshot import snapshot
 from nearline.protocol import (
     AdapterSpec,
@@ -63,7 +64,6 @@ from nearline.protocol.frames import (
 
 CLOCK: Callable[[], Seconds] = time.monotonic
 StartObserver = Callable[[ModelId, StartTimings], None]
-_NUM_PREFIX_TOKENS = 64
 log = structlog.get_logger(__name__)
 
 
@@ -97,6 +97,7 @@ class Runtime:
         self._on_started = on_started
         self._links = NodeLinks(config, self)
         self._imports = Imports(self.core.fleet, self._links, self.next_id)
+        self._janitor = Janitor(config.orphan_grace_s)
         self._handles: dict[RequestId, RequestHandle] = {}
         self._tracks: dict[InstanceId, InstanceTrack] = {}
         self._events: deque[happened.Event] = deque()
@@ -145,7 +146,7 @@ class Runtime:
             raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
         handle = RequestHandle(request, CLOCK(), self._cancel)
         self._handles[request.request_id] = handle
-        self._post(happened.RequestArrived(_describe(request)))
+        self._post(happened.RequestArrived(describe(request)))
         if handle.error is not None:
             raise handle.error
         return handle
@@ -163,6 +164,19 @@ class Runtime:
 
     def remove_adapter(self, adapter_id: ModelId) -> None:
         self._post(happened.AdapterRemoved(adapter_id))
+
+    def registry_loaded(self) -> None:
+        """Say that every name there is was added: from now on, bytes on nodes that none of them needs may go."""
+        self._janitor.is_registry_known = True
+
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        """Keep all bytes from an import to the name it is for: what the import found may be what a removal frees."""
+        self._janitor.num_registering += 1
+        try:
+            yield
+        finally:
+            self._janitor.num_registering -= 1
 
     def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
@@ -310,6 +324,8 @@ class Runtime:
             case do.Preload(node_id, digest, reason):
                 log.info("preload", digest=digest, node=node_id, reason=reason)
                 self._links.send(node_id, Preload(digest))
+            case do.DeleteCheckpoint(digest) if self._janitor.num_registering:
+                log.info("checkpoint kept while something is being registered", digest=digest)
             case do.DeleteCheckpoint(digest, reason):
                 log.info("checkpoint deleted", digest=digest, reason=reason)
                 self._links.broadcast(DeleteCheckpoint(digest))
@@ -359,6 +375,9 @@ class Runtime:
     async def _check_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._config.check_interval_s)
+            for node_id, digest in self._janitor.sweep(self.core.fleet, CLOCK()):
+                log.info("checkpoint deleted: no name needs it", digest=digest, node=node_id)
+                self._links.send(node_id, DeleteCheckpoint(digest))
             for instance_id in [i for i in self._tracks if i not in self.core.fleet.instances]:
                 del self._tracks[instance_id]
             try:
@@ -366,27 +385,3 @@ class Runtime:
             except AssertionError as problem:
                 self.counters.num_check_failures += 1
                 log.error("an invariant of the core does not hold", problem=str(problem))
-
-
-def _describe(request: Request) -> happened.RequestInfo:
-    return happened.RequestInfo(
-        request_id=request.request_id,
-        model_id=request.model_id,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        max_tokens=request.sampling.max_tokens,
-        tenant=request.tenant,
-        slo=request.slo,
-        adapter_id=request.adapter_id,
-        adapter_digest=request.adapter_digest,
-        prefix_hash=_prefix_hash(request),
-        priority=request.priority,
-    )
-
-
-def _prefix_hash(request: Request) -> int:
-    """Equal for prompts whose first tokens an instance may share: same tokens, adapter and salt."""
-    head = request.prompt_token_ids[:_NUM_PREFIX_TOKENS]
-    if len(head) < _NUM_PREFIX_TOKENS // 2:
-        return 0
-    owner = f"{request.adapter_digest}/{request.salt}".encode()
-    return xxhash.xxh64_intdigest(array.array("Q", head).tobytes() + owner)

@@ -42,7 +42,8 @@ class NodeCore:
         self._handlers: dict[type, Callable[[Any, Seconds], None]] = {
             ev.EnsureWished: self._on_ensure,
             ev.StopWished: self._on_stop,
-            ev.DeleteWished: self._on_delete,
+            ev.DeleteWished: lambda event, _now: self._deleting.update({event.digest: None}),
+            ev.DeleteUnwished: lambda event, _now: self._deleting.pop(event.digest, None),
             ev.LinkLost: lambda _event, _now: self._actions.append(act.AbortSequences()),
             ev.LeaseAcquired: self._on_lease_acquired,
             ev.LeaseRefused: self._on_lease_refused,
@@ -144,9 +145,6 @@ class NodeCore:
         elif was is InstanceState.READY:
             instance.drain_deadline = now + drain_s
             self._actions.append(act.AwaitDrain(instance.spec.instance_id))
-
-    def _on_delete(self, event: ev.DeleteWished, now: Seconds) -> None:
-        self._deleting[event.digest] = None
 
     def _delete_unused(self) -> None:
         for digest in list(self._deleting):

@@ -33,6 +33,13 @@ class DeleteWished:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteUnwished:
+    """An import has just found or made this checkpoint: an older wish to delete it no longer stands."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class LinkLost:
     """The controller is gone: what it dispatched is void, what it wished to run stays."""
 
@@ -137,7 +144,7 @@ class AdapterChanged:
 
 
 NodeEvent = (
-    EnsureWished | StopWished | DeleteWished | LinkLost | LeaseAcquired | LeaseRefused | LeaseFilled | LeaseBroken
-    | Drained | Woke | ActionFailed | EngineWarm | EngineBound | EngineBindFailed | EngineUnbound | EngineExited
-    | AdapterChanged
+    EnsureWished | StopWished | DeleteWished | DeleteUnwished | LinkLost | LeaseAcquired | LeaseRefused | LeaseFilled
+    | LeaseBroken | Drained | Woke | ActionFailed | EngineWarm | EngineBound | EngineBindFailed | EngineUnbound
+    | EngineExited | AdapterChanged
 )  # fmt: skip

@@ -38,6 +38,7 @@ MINDS = {
         "agenda",
         "requests",
         "machines",
+        "janitor",
         "capacity",
         "promises",
         "advice",

@@ -4,6 +4,7 @@ The live implementation is controller/runtime.py; tests drive the same routes wi
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from nearline.protocol import (
@@ -52,6 +53,13 @@ class Runtime(Protocol):
     def add_adapter(self, spec: AdapterSpec) -> None: ...
 
     def remove_adapter(self, adapter_id: ModelId) -> None: ...
+
+    def registry_loaded(self) -> None:
+        """Say that every name there is was added."""
+
+    def registering(self) -> AbstractContextManager[None]:
+        """Keep all bytes from an import to the name it is for."""
+        ...
 
     def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import structlog
@@ -43,6 +43,8 @@ class Registrar:
         """Yield progress, then the registered object: it may be called from then on. Leaving early cancels."""
         self.check(door, body)
         self._names.add(body.name)
+        keeping = ExitStack()
+        keeping.enter_context(door.runtime.registering())
         try:
             if isinstance(body, ModelBody):
                 kind, base_digest = CheckpointKind.MODEL, None
@@ -63,6 +65,7 @@ class Registrar:
             else:
                 yield await self._complete(_publish_adapter(door, body, checkpoint))
         finally:
+            keeping.close()
             self._names.discard(body.name)
 
     async def remove_model(self, door: Door, name: ModelId) -> Event:

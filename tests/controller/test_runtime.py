@@ -15,6 +15,7 @@ from nearline.controller.journal import digest, replay
 from nearline.controller.runtime import Runtime
 from nearline.protocol import (
     CheckpointKind,
+    Digest,
     FinishReason,
     InstanceState,
     ModelId,
@@ -35,6 +36,7 @@ from nearline.protocol.errors import (
 )
 from nearline.protocol.frames import (
     CancelImport,
+    DeleteCheckpoint,
     EnsureInstance,
     EvictCheckpoint,
     ImportCheckpoint,
@@ -44,7 +46,7 @@ from nearline.protocol.frames import (
     Submit,
 )
 from tests.controller.fake_agent import FakeAgent
-from tests.controller.fleets import TIMINGS, checkpoint, model, report
+from tests.controller.fleets import TIMINGS, checkpoint, model, report, resident
 
 TOKEN = "node-secret"
 
@@ -280,6 +282,21 @@ async def test_a_start_is_measured_to_its_last_byte(fleet: Fleet) -> None:
         (row,) = fleet.runtime.snapshot()["instances"]
         assert row["start_s"] >= 0.3
         assert abs(row["start_s"] - row["estimate_s"]) == pytest.approx(fleet.runtime.counters.start_error_s, abs=0.05)
+
+
+async def test_orphans_are_deleted_where_they_lie_and_nothing_is_while_a_name_is_being_made(fleet: Fleet) -> None:
+    runtime = fleet.runtime
+    runtime._janitor._grace_s = 0.1
+    runtime.registry_loaded()
+    async with fleet.agent("n1") as clean, fleet.agent("n2", residency=(resident("orphan"),)) as littered:
+        with runtime.registering():
+            await asyncio.sleep(0.3)
+            runtime.remove_model(ModelId("a"))
+            await asyncio.sleep(0.1)
+            assert not [f for f in [*clean.received, *littered.received] if isinstance(f, DeleteCheckpoint)]
+        await eventually(lambda: DeleteCheckpoint(Digest("orphan")) in littered.received)
+        await eventually(lambda: DeleteCheckpoint(Digest("digest-of-a")) in clean.received)
+        assert DeleteCheckpoint(Digest("orphan")) not in clean.received
 
 
 async def test_files_come_from_a_node_that_holds_them(fleet: Fleet) -> None:

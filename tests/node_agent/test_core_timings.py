@@ -3,7 +3,7 @@
 import pytest
 
 from nearline.node_agent import events as ev
-from nearline.node_agent.actions import SendStatus
+from nearline.node_agent.actions import DeleteCheckpoint, SendStatus
 from nearline.node_agent.core import NodeCore
 from nearline.node_agent.types import CoreConfig, EngineId
 from nearline.protocol import (
@@ -24,8 +24,8 @@ BOUND = ev.EngineBound(EngineId(1), ID, 0.05, 1000)
 FILLED = ev.LeaseFilled(ID, 2.5, 700, Tier.SSD)
 
 
-@pytest.mark.parametrize("order", [(BOUND, FILLED), (FILLED, BOUND)])
-def test_ready_comes_with_the_bind_and_timings_with_the_last_byte(order: tuple[ev.NodeEvent, ...]) -> None:
+def starting() -> NodeCore:
+    """A node with one warm process and one instance whose checkpoint is pinned."""
     core = NodeCore(CoreConfig((DeviceInfo(0, "cpu", "cpu", 1 << 36, 1),), 1, 1 << 26, 4, 2))
     info = CheckpointInfo(
         Digest("d"), CheckpointKind.MODEL, 700, "llama", "L", "x", "float32", (), kv_bytes_per_token=64,
@@ -35,6 +35,26 @@ def test_ready_comes_with_the_bind_and_timings_with_the_last_byte(order: tuple[e
     core.on(ev.EngineWarm(EngineId(1)), 1.0)
     core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), info), 2.0)
     core.on(ev.LeaseAcquired(ID), 2.0)
+    return core
+
+
+@pytest.mark.parametrize("is_imported_again", [False, True])
+def test_a_delete_that_waits_for_a_drain_is_void_once_the_bytes_are_imported_again(is_imported_again: bool) -> None:
+    core = starting()
+    core.on(BOUND, 3.0)
+    actions = core.on(ev.DeleteWished(Digest("d")), 4.0)
+    if is_imported_again:
+        actions += core.on(ev.DeleteUnwished(Digest("d")), 5.0)
+    actions += core.on(ev.StopWished(ID, 0.0), 6.0)
+    actions += core.on(ev.Drained(ID), 6.0)
+    assert not any(isinstance(action, DeleteCheckpoint) for action in actions)
+    actions = core.on(ev.EngineUnbound(EngineId(1)), 6.0)
+    assert any(isinstance(action, DeleteCheckpoint) for action in actions) is not is_imported_again
+
+
+@pytest.mark.parametrize("order", [(BOUND, FILLED), (FILLED, BOUND)])
+def test_ready_comes_with_the_bind_and_timings_with_the_last_byte(order: tuple[ev.NodeEvent, ...]) -> None:
+    core = starting()
     said: list[InstanceStatus] = []
     for event in order:
         said += [action.status for action in core.on(event, 3.0) if isinstance(action, SendStatus)]

@@ -2,7 +2,8 @@
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nearline.controller.handle import RequestTimings
@@ -121,6 +122,7 @@ class ScriptedRuntime:
         self.import_gate = asyncio.Event()
         self.import_gate.set()
         self.closed_imports: list[str] = []
+        self.num_registering = 0
         self.models: dict[str, ModelSpec] = {}
         self.adapters: dict[str, AdapterSpec] = {}
         node = {"id": "node-1", "is_connected": True, "residency": {}}
@@ -147,6 +149,14 @@ class ScriptedRuntime:
 
     def remove_adapter(self, adapter_id: ModelId) -> None:
         self.adapters.pop(adapter_id, None)
+
+    def registry_loaded(self) -> None: ...
+
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        self.num_registering += 1
+        yield
+        self.num_registering -= 1
 
     async def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None

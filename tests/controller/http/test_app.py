@@ -139,6 +139,22 @@ async def test_registering_waits_for_the_result_when_no_stream_is_accepted(front
     assert json.loads(lines[-1])["error"]["code"] == "unsupported_checkpoint"
 
 
+async def test_bytes_are_kept_from_the_import_to_the_name(front: FrontDoor) -> None:
+    seen = []
+    put = front.door.registry.put_model
+
+    async def note(spec: Any) -> None:
+        seen.append(front.runtime.num_registering)
+        await put(spec)
+
+    front.door.registry.put_model = note  # type: ignore[method-assign]
+    front.runtime.imports["/m"] = checkpoint("d9")
+    assert (await front.post("/admin/models", {"name": "kept", "source": "/m"}))[0] == 201
+    front.runtime.imports["/bad"] = UnsupportedCheckpoint("this is no model")
+    assert (await front.post("/admin/models", {"name": "bad", "source": "/bad"}))[0] == 422
+    assert (seen, front.runtime.num_registering) == ([1], 0)
+
+
 async def test_an_adapter_needs_its_base_and_a_base_keeps_its_adapters(front: FrontDoor) -> None:
     status, answer, _ = await front.post("/admin/adapters", {"name": "x", "base": "nobody", "source": "/a"})
     assert (status, answer["error"]["param"]) == (404, "base")

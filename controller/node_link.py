@@ -113,8 +113,8 @@ class NodeLinks:
             older.close()
         link.send(Welcome(self._config.report_interval_s, self._config.fencing_token))
         log.info("node joined", node=link.node_id, replaced=older is not None)
-        self._owner.node_joined(report)
         try:
+            self._owner.node_joined(report)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.write())
                 try:

@@ -24,6 +24,7 @@ from nearline.controller.handle import InstanceTrack, RequestHandle
 from nearline.controller.imports import FileFetcher, Imports
 from nearline.controller.janitor import Janitor
 from nearline.controller.journal import JournalWriter
+from nearline.controller.mishaps import outcome
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.request_info import describe
 from nearline.controller.snapshot import snapshot
@@ -78,6 +79,7 @@ class Counters:
     num_starts: int = 0
     num_stops: int = 0
     num_core_errors: int = 0
+    num_action_errors: int = 0
     num_check_failures: int = 0
     num_journal_errors: int = 0
     start_estimate_s: Seconds = 0.0
@@ -300,7 +302,16 @@ class Runtime:
                 self._end(event.info.request_id, NearlineError("the controller failed on this request"))
             return
         for action in todo:
-            self._execute(action, now)
+            try:
+                self._execute(action, now)
+            except Exception:
+                self._failed(action)
+
+    def _failed(self, action: do.Action) -> None:
+        self.counters.num_action_errors += 1
+        log.exception("an action failed; what it was for ends", action_type=type(action).__name__)
+        if (event := outcome(action)) is not None:
+            self._post(event)
 
     def _execute(self, action: do.Action, now: Seconds) -> None:
         match action:

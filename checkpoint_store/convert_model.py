@@ -26,6 +26,7 @@ from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEAD = "lm_head.weight"
+_HEADS = {_HEAD, "embed_out.weight"}
 _TABLES = ("embedding", "positions", "head")
 """Roles whose rows may well be zero: tokens and positions that nobody has trained."""
 _TAIL_BYTES = 4096
@@ -47,7 +48,8 @@ def draft_model(directory: SourceDirectory, source: str, reporter: Reporter) -> 
     stored, config = _settle_head(stored, config, spec)
     config = _settle_dtype(stored, config, spec)
     spec = read_spec(config)
-    tensors = tuple(_draft_tensor(slot, spec, stored, directory) for slot in tensor_slots(spec))
+    slots = tensor_slots(spec) or _stored_slots(stored, config, directory)
+    tensors = tuple(_draft_tensor(slot, spec, stored, directory) for slot in slots)
     _warn_of_extras(stored, {tensor.name for tensor in tensors}, reporter)
     files = gather_files(directory, config)
     return Draft(tensors, files, model_info(spec, files, source))
@@ -93,6 +95,33 @@ def _config(directory: SourceDirectory) -> dict[str, Any]:
     raise UnsupportedCheckpoint(f"{directory.path}: no {CONFIG_NAME}; is this a model directory?")
 
 
+def _stored_slots(stored: Stored, config: Mapping[str, Any], directory: SourceDirectory) -> list[TensorSlot]:
+    """List what a checkpoint of no described family holds, in the order in which its layers run.
+
+    Names and shapes are checked when an engine binds it: only transformers knows what they must be. Buffers of
+    integers (masks, positions) are made anew there.
+    """
+    if config.get("tie_word_embeddings") is False and not stored.keys() & _HEADS:
+        raise CheckpointCorrupt(
+            f"{directory.path}: no output layer ({', '.join(sorted(_HEADS))}), although config.json says it is not "
+            "tied to the embeddings; fetch the model again"
+        )
+    names = [name for name, tensor in stored.items() if tensor.entry.dtype in DTYPE_NAMES]
+    return [TensorSlot(name, stored[name].entry.shape, _guessed_role(name)) for name in sorted(names, key=_turn)]
+
+
+def _guessed_role(name: str) -> str:
+    return "head" if name in _HEADS else "embedding" if "embed" in name else "other"
+
+
+def _turn(name: str) -> tuple[int, int]:
+    """When a tensor runs: embeddings, then the layers by their numbers, then the rest."""
+    numbers = [int(piece) for piece in name.split(".") if piece.isdigit()]
+    if numbers:
+        return 1, numbers[0]
+    return (0, 0) if "embed" in name and name not in _HEADS else (2, 0)
+
+
 def _embedding(spec: DecoderSpec) -> str:
     return LAYOUTS[spec.layout].embedding + ".weight"
 
@@ -100,7 +129,7 @@ def _embedding(spec: DecoderSpec) -> str:
 def _settle_names(stored: Stored, spec: DecoderSpec) -> Stored:
     """Give tensors their whole names: a model saved without its output layer lacks the first word of each (GPT-2)."""
     prefix, _, bare = _embedding(spec).partition(".")
-    if _embedding(spec) in stored or bare not in stored:
+    if spec.layout == "generic" or _embedding(spec) in stored or bare not in stored:
         return stored
     return {name if name == _HEAD else f"{prefix}.{name}": tensor for name, tensor in stored.items()}
 
@@ -109,7 +138,7 @@ def _settle_head(stored: Stored, config: dict[str, Any], spec: DecoderSpec) -> t
     """Decide whether the output layer is its own: a tied one may be absent, there twice, or under either name."""
     name = _embedding(spec)
     head, embedding = stored.get(_HEAD), stored.get(name)
-    if not spec.is_tied or head is None:
+    if not spec.is_tied or head is None or spec.layout == "generic":
         return stored, config
     if embedding is None:
         return {**stored, name: head}, config
@@ -120,9 +149,10 @@ def _settle_head(stored: Stored, config: dict[str, Any], spec: DecoderSpec) -> t
 
 def _settle_dtype(stored: Stored, config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """A config without a dtype means the weights' own, as in transformers."""
-    if config.get("dtype") or config.get("torch_dtype") or _embedding(spec) not in stored:
+    name = min(stored, key=_turn) if spec.layout == "generic" and stored else _embedding(spec)
+    if config.get("dtype") or config.get("torch_dtype") or name not in stored:
         return config
-    dtype = stored[_embedding(spec)].entry.dtype
+    dtype = stored[name].entry.dtype
     return {**config, "dtype": DTYPE_NAMES.get(dtype, dtype)}
 
 

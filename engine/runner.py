@@ -14,8 +14,8 @@ import torch
 from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
 from nearline.engine.grammars import Grammars
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, KVCache
-from nearline.engine.models.decoder import Decoder
-from nearline.engine.models.layers import WeightReader, Weights, check_shapes, compute_dtype
+from nearline.engine.models.kinds import decoder_of
+from nearline.engine.models.layers import Weights, compute_dtype
 from nearline.engine.models.lora import AdapterPool
 from nearline.engine.prompt_reader import PromptReader
 from nearline.engine.sampler import Sampler
@@ -57,12 +57,11 @@ class Runner:
         Owns: the views, until it is dropped. Raises CheckpointCorrupt for tensors that are not the spec's,
         OutOfMemory if the cache cannot hold one block.
         """
-        check_shapes(spec, weights)
         self.spec, self.config = spec, config
         self._device = torch.device(config.device)
         self.dtype = config.dtype or compute_dtype(spec, weights)
         self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
-        self.decoder = Decoder(spec, WeightReader(spec, weights, self.dtype, self._device), self.dtype, self._device)
+        self.decoder = decoder_of(spec, weights, self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
         self.grammars = Grammars(config.tokenizer, spec.vocab_size, config.eos_token_ids)

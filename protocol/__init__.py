@@ -1,7 +1,7 @@
 """The words that cross processes: frozen types, the wire codec and the error tree. Imports nothing of ours."""
 
 from nearline.protocol.decoder import DecoderSpec, RopeScaling
-from nearline.protocol.families import FAMILIES, decoder_spec
+from nearline.protocol.families import FAMILIES, GENERIC, decoder_spec
 from nearline.protocol.ids import (
     Bytes,
     BytesPerSecond,
@@ -46,6 +46,7 @@ from nearline.protocol.wire import MessageCodec, WireError, encode, from_plain, 
 
 __all__ = [
     "FAMILIES",
+    "GENERIC",
     "LAYOUTS",
     "AdapterSpec",
     "Bytes",

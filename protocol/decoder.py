@@ -81,6 +81,8 @@ class DecoderSpec:
     """Scores s become c·tanh(s/c) before the mask (Gemma 2)."""
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    generic_config: str = ""
+    """The whole config.json of a decoder that is not described (layout "generic"): transformers' modules run it."""
 
     @property
     def kv_values_per_token(self) -> int:

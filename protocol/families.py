@@ -3,6 +3,7 @@
 Pure. What a config asks for and the decoder lacks is refused here, by name.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,11 +22,11 @@ def decoder_spec(config: Config) -> DecoderSpec:
     Raises UnsupportedCheckpoint for an unknown architecture, a missing field or a feature we do not run.
     """
     architecture = (config.get("architectures") or ["(none)"])[0]
-    family = FAMILIES.get(architecture)
+    family = _generic if architecture in GENERIC else FAMILIES.get(architecture)
     if family is None:
         experts = any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         kind = " (a mixture of experts)" if experts else ""
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted([*FAMILIES, *GENERIC]))
         raise UnsupportedCheckpoint(f"architecture {architecture!r}{kind} is not supported; supported: {known}")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
@@ -278,6 +279,16 @@ def _learned(family: str, architecture: str, config: Config, offset: int, has_bi
     }  # fmt: skip
 
 
+def _generic(architecture: str, config: Config) -> DecoderSpec:
+    """Only what the KV cache and the scheduler need to know; `transformers` knows the rest."""
+    _refuse(config, architecture, "is_encoder_decoder", "use_bidirectional_attention")
+    plain = {
+        "intermediate_size": 0, **config, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None,
+    }  # fmt: skip
+    whole = json.dumps(dict(config), sort_keys=True)
+    return DecoderSpec(**_common("generic", architecture, plain), layout="generic", generic_config=whole)
+
+
 FAMILIES: dict[str, Callable[[str, Config], DecoderSpec]] = {
     "GPT2LMHeadModel": _gpt2,
     "Gemma2ForCausalLM": _gemma2,
@@ -294,3 +305,11 @@ FAMILIES: dict[str, Callable[[str, Config], DecoderSpec]] = {
     "SmolLM3ForCausalLM": _smollm3,
 }
 """transformers architecture name → how to read its config."""
+
+GENERIC = (
+    "ArceeForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM",
+    "GPTNeoXForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "NemotronForCausalLM", "Olmo3ForCausalLM",
+    "OlmoForCausalLM", "PersimmonForCausalLM", "PhiForCausalLM", "SeedOssForCausalLM", "StableLmForCausalLM",
+    "Starcoder2ForCausalLM", "VaultGemmaForCausalLM",
+)  # fmt: skip
+"""Architectures that run through transformers' modules: each is tested, none is described."""

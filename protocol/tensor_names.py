@@ -65,6 +65,7 @@ def _modern(roles: Mapping[str, tuple[str, ...]], takes_adapters: bool = True) -
 
 
 LAYOUTS = {
+    "generic": Layout("", "", "", {}),
     "llama": _modern(_LLAMA),
     "olmo2": _modern({**_ATTENTION, **_BEHIND_ATTENTION, **_MLP, **_BEHIND_MLP}),
     "gemma2": _modern(_GEMMA2),
@@ -78,7 +79,12 @@ LAYOUTS = {
 
 
 def tensor_slots(spec: DecoderSpec) -> list[TensorSlot]:
-    """List the tensors of the decoder in execution order: the order of bytes in our checkpoints."""
+    """List the tensors of the decoder in execution order: the order of bytes in our checkpoints.
+
+    None for layout "generic", whose names only transformers knows.
+    """
+    if spec.layout == "generic":
+        return []
     layout, table = LAYOUTS[spec.layout], (spec.vocab_size, spec.model_dim)
     slots = [TensorSlot(layout.embedding + ".weight", table, "embedding")]
     if spec.learned_positions:

@@ -169,5 +169,7 @@ def check_shapes(spec: DecoderSpec, weights: Weights) -> None:
 
 def compute_dtype(spec: DecoderSpec, weights: Weights) -> torch.dtype:
     """Choose the dtype in which a checkpoint is computed: that of its projections, so that they stay views."""
+    if spec.layout == "generic":
+        return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
     name = next(slot.name for slot in tensor_slots(spec) if slot.role == "qkv.weight")
     return weights.tensor(name).dtype

@@ -288,3 +288,38 @@ def test_a_gpt2_saved_without_its_output_layer_is_the_same_model(
     digest = import_model(root, tmp_path / "bare", warnings).digest
     assert digest == import_model(root, tmp_path / "whole").digest
     assert "transformer.h.0.attn.bias" in warnings[0]
+
+
+def generic_source(path: Path, tokenizer: dict[str, Any], model_type: str, **overrides: Any) -> Any:
+    shape = {"vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 11}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    config = AutoConfig.for_model(model_type, **(shape | overrides))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "stablelm", "gpt_neox"])
+def test_a_model_that_is_not_described_keeps_its_own_tensors_layer_by_layer(
+    model_type: str, root: Path, tmp_path: Path, tiny_tokenizer_json: dict[str, Any]
+) -> None:
+    model = generic_source(tmp_path / "source", tiny_tokenizer_json, model_type)
+    manifest = import_model(root, tmp_path / "source")
+    assert (manifest.info.family, manifest.info.dtype) == ("generic", "bfloat16")
+    assert manifest.info.kv_bytes_per_token == 2 * 11 * 64 * 2
+    names = names_in_file_order(published(root, manifest) / WEIGHTS_NAME)
+    assert "embed" in names[0]
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    reloaded, ids = AutoModelForCausalLM.from_pretrained(published(root, manifest)), torch.arange(8)[None]
+    assert torch.equal(reloaded(ids).logits, model.eval()(ids).logits)
+
+
+def test_an_undescribed_model_without_its_output_layer_is_refused(
+    root: Path, tmp_path: Path, tiny_tokenizer_json: dict[str, Any]
+) -> None:
+    generic_source(tmp_path / "source", tiny_tokenizer_json, "stablelm", num_hidden_layers=1)
+    edit_json(tmp_path / "source" / "config.json", tie_word_embeddings=False)
+    edit_tensors(tmp_path / "source", **{"lm_head.weight": None})
+    assert "no output layer" in refused(root, tmp_path / "source", CheckpointCorrupt)

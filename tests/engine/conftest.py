@@ -151,6 +151,7 @@ def bind() -> Callable[..., Harness]:
 
     def make(model: Any, num_tokens: int = 4096, **config: Any) -> Harness:
         plain = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        plain["dtype"] = str(model.dtype).removeprefix("torch.")
         spec = decoder_spec(plain)
         kv_bytes = num_tokens * spec.kv_values_per_token * (config.get("dtype") or model.dtype).itemsize
         runner_config = RunnerConfig(kv_bytes=kv_bytes, **({"eos_token_ids": (2,)} | config))

@@ -126,6 +126,8 @@ class EngineServer:
                 self._unbind()
             case PoolLayout() if self._pool is None:
                 self._pool = MappedPool(*self._pool_fds, message)
+                if self._habits.device == "cpu":
+                    self._pool.fault_ahead()
             case _:
                 log.info("%s came when no such instance is bound; ignored", type(message).__name__)
 

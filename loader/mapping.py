@@ -4,6 +4,7 @@ Knows addresses; what the bytes mean is `checkpoint.py`'s business.
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 import weakref
@@ -11,17 +12,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from nearline.loader.addresses import MAP_FIXED, TABLE_BYTES, map_range, reserve, unmap_range
 from nearline.loader.pinned import PinnedFrames
+from nearline.loader.window import PoolWindow
 from nearline.protocol import Bytes
 from nearline.protocol.errors import InstanceFailed, OutOfMemory
 from nearline.protocol.frames import PoolLayout
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class MappedPool:
@@ -43,6 +39,14 @@ class MappedPool:
         self.layout = layout
         self.ready = mmap.mmap(ready_fd, layout.num_frames, prot=mmap.PROT_READ)
         self._pinned: PinnedFrames | None = None
+        self._window: PoolWindow | None = None
+
+    def fault_ahead(self) -> None:
+        """Fill page tables for the frames that are in memory, whenever nothing is attached, so that a bind from DRAM
+        faults on nothing. For a process that waits to be bound to a CPU device."""
+        if self._window is None:
+            self._window = PoolWindow(self.fd, self.layout)
+            self._window.start()
 
     def pinned(self) -> PinnedFrames:
         """The frames as copy sources for CUDA; the first call maps the pool, pinning follows frame by frame."""
@@ -58,40 +62,50 @@ class MappedPool:
         other process and read-only: writing to it in place is a segmentation fault, not a silent change.
         """
         num_bytes = len(frames) * chunk_bytes
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        address = _map(None, num_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        reserved = num_bytes + TABLE_BYTES
+        start = reserve(reserved)
+        address = -(-start // TABLE_BYTES) * TABLE_BYTES
+        lent: list[int] = []
         try:
-            for start, frame, count in self._runs(frames, chunk_bytes):
-                flags, offset = mmap.MAP_SHARED | _MAP_FIXED, frame * self.layout.frame_bytes
-                _map(address + start * chunk_bytes, count * chunk_bytes, protection, flags, self.fd, offset)
+            if self._window is not None and chunk_bytes == self.layout.frame_bytes and not is_writable:
+                moved = self._window.lend(frames, address)
+                lent = list(itertools.compress(frames, moved))
+            if len(lent) < len(frames):
+                protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+                self._map_rest(frames, set(lent), address, chunk_bytes, protection)
         except OutOfMemory:
-            _libc.munmap(address, num_bytes)
+            _end_mapping(start, reserved, self._window, lent)
             raise
         buffer = (ctypes.c_char * num_bytes).from_address(address)
         # torch keeps `buffer` alive with the storage; its end is the end of the mapping.
-        weakref.finalize(buffer, _libc.munmap, address, num_bytes).atexit = False
+        weakref.finalize(buffer, _end_mapping, start, reserved, self._window, lent).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _map_rest(
+        self, frames: Sequence[int], lent: set[int], address: int, chunk_bytes: Bytes, protection: int
+    ) -> None:
+        """Map what the window did not lend, neighbouring frames with one call and one kernel area."""
+        can_merge = chunk_bytes == self.layout.frame_bytes
+        for first, frame, count in _runs([-1 if f in lent else f for f in frames], can_merge):
+            flags, offset = mmap.MAP_SHARED | MAP_FIXED, frame * self.layout.frame_bytes
+            map_range(address + first * chunk_bytes, count * chunk_bytes, protection, flags, self.fd, offset)
 
     def close(self) -> None:
         """Unmap the ready bytes. Tensors that are still alive keep their own mappings."""
         self.ready.close()
 
-    def _runs(self, frames: Sequence[int], chunk_bytes: Bytes) -> Iterator[tuple[int, int, int]]:
-        """Yield (first chunk, first frame, count) of neighbouring frames: one mmap call and one kernel area each."""
-        can_merge = chunk_bytes == self.layout.frame_bytes
-        start = 0
-        for i in range(1, len(frames) + 1):
-            if i == len(frames) or not can_merge or frames[i] != frames[i - 1] + 1:
+
+def _runs(frames: Sequence[int], can_merge: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (first chunk, first frame, count) of neighbouring frames; chunks whose frame is -1 are left out."""
+    start = 0
+    for i in range(1, len(frames) + 1):
+        if i == len(frames) or not can_merge or frames[i] != frames[i - 1] + 1 or frames[start] < 0:
+            if frames[start] >= 0:
                 yield start, frames[start], i - start
-                start = i
+            start = i
 
 
-def _map(address: int | None, num_bytes: Bytes, protection: int, flags: int, fd: int, offset: Bytes) -> int:
-    result: int | None = _libc.mmap(address, num_bytes, protection, flags, fd, offset)
-    if result is None or result == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OutOfMemory(
-            f"cannot map {num_bytes} bytes of the DRAM pool ({os.strerror(number)}); "
-            "check the address space limit (ulimit -v) and vm.max_map_count"
-        )
-    return result
+def _end_mapping(start: int, num_bytes: Bytes, window: PoolWindow | None, lent: Sequence[int]) -> None:
+    unmap_range(start, num_bytes)
+    if window is not None:
+        window.take_back(lent)

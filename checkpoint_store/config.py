@@ -18,6 +18,8 @@ class StoreConfig:
     """Directory of the store; created when absent. One process at a time may own it."""
     dram_pool_bytes: Bytes | None = None
     """Size of the DRAM pool; None: see `resolve_pool_frames`."""
+    memory_bytes: Bytes | None = None
+    """Memory this process may use, limits of its container included; None: the machine's."""
     frame_bytes: Bytes = CHUNK_BYTES
     """Size of a pool frame: a multiple of 4096, at least the chunk size of every checkpoint that is loaded."""
     touch_ahead_bytes: Bytes = 1024**3
@@ -37,6 +39,9 @@ class StoreConfig:
 def resolve_pool_frames(config: StoreConfig, ram_bytes: Bytes, available_bytes: Bytes) -> int:
     """Return the number of frames of the pool: as configured, else the lesser of 25 % of RAM and 50 % of what is
     available now. At least one frame."""
+    if config.memory_bytes is not None:
+        ram_bytes = min(ram_bytes, config.memory_bytes)
+        available_bytes = min(available_bytes, config.memory_bytes)
     wanted = config.dram_pool_bytes
     if wanted is None:
         wanted = int(min(_RAM_SHARE * ram_bytes, _AVAILABLE_SHARE * available_bytes))

@@ -24,7 +24,10 @@ async def run_agent(config: NodeConfig) -> None:
     with locked_data_dir(config.data_dir):
         hardware = await asyncio.to_thread(probe_hardware)
         store_config = StoreConfig(
-            root=config.data_dir / "store", dram_pool_bytes=config.pool_bytes, ssd_budget_bytes=config.ssd_bytes
+            root=config.data_dir / "store",
+            dram_pool_bytes=config.pool_bytes,
+            ssd_budget_bytes=config.ssd_bytes,
+            memory_bytes=hardware.memory_bytes,
         )
         store = await asyncio.to_thread(CheckpointStore, store_config)
         try:

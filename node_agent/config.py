@@ -12,6 +12,8 @@ _MAX_AUTOMATIC_CPU_SLOTS = 8
 _MAX_AUTOMATIC_PREWARMED = 2
 _CPU_KV_SHARE = 0.125
 _CUDA_KV_SHARE = 0.4
+_CUDA_CONTEXT_BYTES = 768 * 1024**2
+"""What a process takes of a GPU before any weights: context, code, workspaces of its libraries."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -69,12 +71,17 @@ def resolve(config: NodeConfig, hardware: Hardware) -> CoreConfig:
         num_prewarmed = min(num_slots, _MAX_AUTOMATIC_PREWARMED)
     smallest = min(device.memory_bytes for device in hardware.devices)
     share = _CPU_KV_SHARE if is_cpu else _CUDA_KV_SHARE
+    kv_bytes = config.kv_bytes or int(smallest * share)
+    taken_bytes = kv_bytes + num_slots * _CUDA_CONTEXT_BYTES
     return CoreConfig(
         devices=tuple(
-            DeviceInfo(index, d.kind, d.name, d.memory_bytes, num_slots) for index, d in enumerate(hardware.devices)
+            DeviceInfo(
+                index, d.kind, d.name, d.memory_bytes, num_slots, 0 if is_cpu else max(1, d.memory_bytes - taken_bytes)
+            )
+            for index, d in enumerate(hardware.devices)
         ),
         num_prewarmed=num_prewarmed,
-        kv_bytes=config.kv_bytes or int(smallest * share),
+        kv_bytes=kv_bytes,
         max_running=config.max_running,
         num_cores=hardware.num_cores,
     )

@@ -282,6 +282,7 @@ class NodeRuntime:
             http_url=self._identity.http_url(self._local_host),
             devices=self._core_config.devices,
             dram_pool_bytes=store.dram_pool_bytes,
+            dram_frame_bytes=store.pool.layout.frame_bytes,
             dram_free_bytes=store.dram_free_bytes(),
             ssd_budget_bytes=store.ssd_budget_bytes(),
             ssd_free_bytes=store.ssd_free_bytes(),

@@ -77,13 +77,18 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One accelerator, or the CPU stand-in. `num_slots` instances may live on it at once."""
+    """One accelerator, or the CPU stand-in. `num_slots` instances may live on it at once.
+
+    `weight_bytes` is what is left for weights beside KV caches and contexts; 0: the device has no memory of its own,
+    its instances run from the node's DRAM pool.
+    """
 
     index: int
     kind: str
     name: str
     memory_bytes: Bytes
     num_slots: int
+    weight_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,10 @@ class TierBandwidth:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The node's whole truth at one moment. Reports replace each other; nothing is merged."""
+    """The node's whole truth at one moment. Reports replace each other; nothing is merged.
+
+    A checkpoint takes whole frames of `dram_frame_bytes` in the DRAM pool.
+    """
 
     node_id: NodeId
     http_url: str
@@ -124,3 +132,4 @@ class NodeReport:
     num_prewarmed: int
     residency: tuple[Residency, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()
+    dram_frame_bytes: Bytes = 1

@@ -61,7 +61,7 @@ def place(
     """Choose the device on which `need` can serve soonest; `claimed` draining instances make room for others."""
     connected = [node for node in nodes if node.is_connected]
     holders = [node for node in connected if node.holds(need.digest) and node.holds(need.adapter_digest)]
-    fitting = [(n, d) for n in holders for d in n.report.devices if d.num_slots and need.num_bytes <= _memory(n, d)]
+    fitting = [(n, d) for n in holders for d in n.report.devices if d.num_slots and _can_hold(n, d, need)]
     if not fitting:
         return _hopeless(connected, holders, need)
     fitting = [pair for pair in fitting if pair[0].node_id not in need.avoid] or fitting
@@ -128,15 +128,26 @@ def _fits(node: NodeView, device: DeviceInfo, need: Need, leaving: list[Instance
     staying = [i for i in node.on_device(device) if i.instance_id not in gone]
     if len(staying) >= device.num_slots:
         return False
-    if device.kind != "cpu":
-        return need.num_bytes + sum(i.model.num_bytes for i in staying) <= _memory(node, device)
+    if device.weight_bytes and need.num_bytes + sum(i.model.num_bytes for i in staying) > device.weight_bytes:
+        return False
     pinned = {i.spec.digest: i.model.num_bytes for i in node.instances.values() if i.instance_id not in gone}
-    return sum({**pinned, need.digest: need.num_bytes}.values()) <= _memory(node, device)
+    pinned[need.digest] = need.num_bytes
+    return sum(_in_frames(node, num_bytes) for num_bytes in pinned.values()) <= node.report.dram_pool_bytes
+
+
+def _can_hold(node: NodeView, device: DeviceInfo, need: Need) -> bool:
+    return need.num_bytes <= _memory(node, device) and _in_frames(node, need.num_bytes) <= node.report.dram_pool_bytes
 
 
 def _memory(node: NodeView, device: DeviceInfo) -> Bytes:
-    """Bytes of weights a device can serve: on a CPU the instances run from the node's DRAM pool itself."""
-    return node.report.dram_pool_bytes if device.kind == "cpu" else device.memory_bytes
+    """Bytes of weights a device can serve. They pass through the DRAM pool, and stay pinned there, on any device."""
+    return min(node.report.dram_pool_bytes, device.weight_bytes or node.report.dram_pool_bytes)
+
+
+def _in_frames(node: NodeView, num_bytes: Bytes) -> Bytes:
+    """What a checkpoint takes of the pool, which gives whole frames."""
+    frame_bytes = node.report.dram_frame_bytes
+    return -(-num_bytes // frame_bytes) * frame_bytes
 
 
 def _cost(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,11 @@ def test_pool_size_follows_the_machine_unless_configured(
 ) -> None:
     config = StoreConfig(root=tmp_path, dram_pool_bytes=configured)  # type: ignore[arg-type]
     assert resolve_pool_frames(config, ram, available) == frames
+
+
+def test_a_container_sizes_the_pool_by_its_own_memory() -> None:
+    config = StoreConfig(root=Path("/nowhere"), memory_bytes=4 << 30, frame_bytes=1 << 20)
+    assert resolve_pool_frames(config, 256 << 30, 200 << 30) == 1024
 
 
 @pytest.mark.parametrize("frame_bytes", [0, -4096, 1000, 4097])

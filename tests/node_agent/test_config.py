@@ -45,6 +45,14 @@ def test_each_gpu_is_one_slot_unless_told() -> None:
     assert [d.num_slots for d in resolve(config(num_slots=4), gpus).devices] == [4, 4]
 
 
+def test_a_gpu_gives_weights_what_caches_and_contexts_leave() -> None:
+    gpu = Hardware(16, 128 << 30, (Device("cuda", "H200", 140 << 30, "0"),))
+    (device,) = resolve(config(num_slots=2, kv_bytes=40 << 30), gpu).devices
+    assert 97 << 30 < device.weight_bytes < 100 << 30
+    assert resolve(config(kv_bytes=200 << 30), gpu).devices[0].weight_bytes == 1
+    assert resolve(config(), CPU).devices[0].weight_bytes == 0
+
+
 def test_wishes_win_over_the_machine_and_nonsense_is_refused() -> None:
     resolved = resolve(config(num_slots=3, num_prewarmed=0, kv_bytes=1000, max_running=5), CPU)
     assert (resolved.devices[0].num_slots, resolved.num_prewarmed) == (3, 0)

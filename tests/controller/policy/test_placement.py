@@ -115,11 +115,29 @@ def test_memory_counts_beside_slots_and_only_what_helps_is_stopped() -> None:
 
 def test_replicas_on_a_cpu_share_the_pool_and_on_a_gpu_they_do_not() -> None:
     for kind, fits in (("cpu", True), ("cuda", False)):
-        device = DeviceInfo(0, kind, kind, 16 * GB, 2)
+        device = DeviceInfo(0, kind, kind, 24 * GB, 2, weight_bytes=0 if kind == "cpu" else 16 * GB)
         where = node("n1", devices=(device,), dram_pool_bytes=16 * GB)
         twin = occupy(where, "twin", num_bytes=10 * GB)
         twin.spec = InstanceSpec(InstanceId("twin"), ModelId("m"), Digest("d"))
         assert isinstance(decide([where]), Placement) is fits
+
+
+def test_a_checkpoint_takes_whole_frames_of_the_pool() -> None:
+    frame_bytes = 3 * GB
+    for pool_bytes, fits in ((12 * GB, True), (12 * GB - 1, False)):
+        where = node("n1", num_slots=2, dram_pool_bytes=pool_bytes, dram_frame_bytes=frame_bytes)
+        assert isinstance(decide([where]), Placement) is fits, "ten gigabytes take four frames"
+    where = node("n1", num_slots=2, dram_pool_bytes=14 * GB, dram_frame_bytes=frame_bytes)
+    occupy(where, "other", num_bytes=GB)
+    assert isinstance(decide([where]), NoPlace), "and the other one takes a whole frame"
+
+
+def test_a_gpu_has_room_for_what_is_left_beside_its_caches_and_for_what_the_pool_can_pass_on() -> None:
+    for weight_bytes, pool_bytes, fits in ((9, 64, False), (10, 64, True), (64, 9, False), (64, 10, True)):
+        device = DeviceInfo(0, "cuda", "H200", 140 * GB, 1, weight_bytes * GB)
+        found = decide([node("n1", devices=(device,), dram_pool_bytes=pool_bytes * GB)])
+        assert isinstance(found, Placement) is fits
+        assert fits or (isinstance(found, NoPlace) and found.is_too_big)
 
 
 def test_nodes_on_which_it_failed_are_avoided_while_there_are_others() -> None:

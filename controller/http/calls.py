@@ -7,7 +7,7 @@ from typing import Any
 
 from nearline.controller.generation import Call
 from nearline.controller.http.door import Caller, Door
-from nearline.controller.http.schemas import ChatFields, MessageBody, SamplingBody
+from nearline.controller.http.schemas import MAX_COUNT, ChatFields, MessageBody, SamplingBody
 from nearline.controller.registry import Target
 from nearline.controller.text import TextModel, check_chars
 from nearline.protocol import RequestId, SamplingParams, Slo, SloClass
@@ -16,6 +16,7 @@ from nearline.protocol.request import Request
 
 _SEED_MASK = 2**63 - 1
 UNLIMITED = 1 << 30
+MAX_ID_DIGITS = 10
 MAX_CHARS_PER_TOKEN = 16
 """A text with more characters than this times the context is refused unread: prose has about four a token."""
 
@@ -150,7 +151,8 @@ def _sampling(body: SamplingBody, text: TextModel, target: Target, max_tokens: i
     wrong = next((i for i in body.stop_token_ids if not 0 <= i < size), None)
     if wrong is not None:
         raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {size} ids", param="stop_token_ids")
-    temperature = _chosen(body.temperature, text, "temperature", 1.0)
+    is_sampled = body.default_temperature == 0 and text.defaults.get("do_sample") is True
+    temperature = _chosen(body.temperature, text, "temperature", 1.0 if is_sampled else body.default_temperature)
     top_p = _chosen(body.top_p, text, "top_p", 1.0)
     if top_p == 0:  # the smallest set is the likeliest token alone
         temperature, top_p = 0.0, 1.0
@@ -160,7 +162,7 @@ def _sampling(body: SamplingBody, text: TextModel, target: Target, max_tokens: i
         max_tokens=max_tokens,
         min_tokens=min(body.min_tokens, max_tokens),
         temperature=temperature,
-        top_k=max(top_k, 0),
+        top_k=min(max(top_k, 0), MAX_COUNT),
         top_p=top_p,
         min_p=_chosen(body.min_p, text, "min_p", 0.0),
         presence_penalty=body.presence_penalty,
@@ -179,13 +181,14 @@ def _chosen(asked: float | None, text: TextModel, name: str, default: float) -> 
         return float(asked)
     recommended: Any = text.defaults.get(name)
     is_number = isinstance(recommended, (int, float)) and not isinstance(recommended, bool)
+    is_number = is_number and -MAX_COUNT <= recommended <= MAX_COUNT  # not true of NaN
     return float(recommended) if is_number else default
 
 
 def _logit_bias(bias: dict[str, float], size: int) -> tuple[tuple[int, float], ...]:
     found = []
     for key, value in bias.items():
-        if not key.isdecimal() or int(key) >= size:
+        if not key.isdecimal() or len(key) > MAX_ID_DIGITS or int(key) >= size:
             raise InvalidRequest(f"{key!r} is no token id below {size}", param="logit_bias")
         if not -100 <= value <= 100:
             raise InvalidRequest(f"a bias lies between -100 and 100, not {value}", param="logit_bias")

@@ -1,6 +1,5 @@
 """/v1/jobs: submit, look, wait, cancel, list; and how a worker runs one."""
 
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from typing import Any
@@ -54,19 +53,25 @@ async def cancel(request: web.Request) -> web.StreamResponse:
 
 async def list_jobs(request: web.Request) -> web.StreamResponse:
     text = request.query.get("limit", "20")
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_LISTED:
+    if not text.isdecimal() or len(text) > 3 or not 1 <= int(text) <= MAX_LISTED:
         raise InvalidRequest(f"limit is a number from 1 to {MAX_LISTED}, not {text!r}", param="limit")
     limit, after = int(text), request.query.get("after")
     jobs = await door_of(request).jobs.list_jobs(tenant_of(request), limit + 1, after)
-    data = [job_object(job) for job in jobs[:limit]]
+    data = [_listed(job) for job in jobs[:limit]]
     return web.json_response({"object": "list", "data": data, "has_more": len(jobs) > limit})
+
+
+def _listed(job: Job) -> dict[str, Any]:
+    """A job without what only its end brings: ask for it alone to see its output."""
+    row = job_object(job)
+    return {name: value for name, value in row.items() if name not in ("output", "usage", "timings")}
 
 
 async def _check(door: Door, caller: Caller, body: JobBody) -> None:
     """Find what is wrong before the job is accepted. Raises NearlineError."""
     data = {**body.input, "model": body.model}
     if body.endpoint == "function":
-        await prepare_function(door, caller, body.model, data)
+        await prepare_function(door, caller, body.model, body.input)
     elif body.endpoint == "/v1/chat/completions":
         door.registry.resolve(body.model)
         await grammar_of(await read_body(ChatBody, data))
@@ -82,7 +87,7 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
 
 async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:
     """Run one attempt of a job to its result. Raises NearlineError."""
-    left_s = max(job.deadline_at - time.time(), 1.0)
+    left_s = max(job.left_s or 0.0, 1.0)
     slo_class = SloClass.BATCH_1M if left_s <= SOON_S else SloClass.BATCH_1H
     caller = Caller(job.tenant, Slo(slo_class, deadline_s=left_s))
     data = {**job.body, "deadline_s": left_s}
@@ -90,7 +95,8 @@ async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) 
         return await (await Embedding.open(door, caller, data)).result(on_first_token=started)
     running: Invocation | ChatCompletion | Completion
     if job.endpoint == "function":
-        running = await Invocation.open(door, caller, job.model, data)
+        fields = {name: value for name, value in data.items() if name != "model"}
+        running = await Invocation.open(door, caller, job.model, fields)
     elif job.endpoint == "/v1/chat/completions":
         running = await ChatCompletion.open(door, caller, data)
     else:

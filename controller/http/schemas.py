@@ -1,16 +1,26 @@
-"""The bodies clients send, as pydantic reads them. Unknown keys are ignored, wrong types and NaN refused.
+"""The bodies clients send, as pydantic reads them. Wrong types, NaN and numbers no frame can hold are refused.
+
+Unknown keys are ignored where the API is another's and will grow, and refused where it is ours: a misspelt field
+that changes nothing would be a wrong answer that looks right.
 
 Source: OpenAI's API reference for the shared names; vLLM's documentation for the extra sampling parameters.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+import difflib
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from nearline.protocol.errors import InvalidRequest
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
+MAX_COUNT = 2**31 - 1
+MAX_SPAN = 1e9
+"""Of a time in seconds or milliseconds: clocks take no longer ones."""
+
+EVER = -1.0
+"""A keep-alive without an end."""
 
 TokenIds = list[int]
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MAX_STOPS)]
@@ -20,10 +30,22 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _keep_alive(value: float) -> float:
+    if value != EVER and not 0 <= value <= MAX_SPAN:
+        raise ValueError(f"a keep-alive is 0 to {MAX_SPAN:g} seconds, or {EVER:g} for ever")
+    return value
+
+
 class Body(BaseModel):
     """Any request body."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class OwnBody(Body):
+    """A body of our own API: it has no fields but those written here."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 B = TypeVar("B", bound=Body)
@@ -51,20 +73,22 @@ class PromiseFields(Body):
 
     priority: int = Field(0, ge=-1000, le=1000)
     slo: Literal["interactive", "batch-1m", "batch-1h"] | None = None
-    ttft_ms: float | None = Field(None, gt=0)
-    tpot_ms: float | None = Field(None, gt=0)
-    deadline_ms: float | None = Field(None, gt=0)
-    deadline_s: float | None = Field(None, gt=0)
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
+    tpot_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
+    deadline_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_SPAN)
 
 
 class SamplingBody(PromiseFields):
     """How to sample: OpenAI's names and vLLM's extras, on every endpoint that generates."""
 
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int = Field(0, ge=0)
+    default_temperature: ClassVar[float] = 1.0
+
+    max_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)
+    min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_COUNT)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -110,8 +134,8 @@ class ChatBody(SamplingBody, ChatFields):
 
     model: str
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -123,12 +147,14 @@ class CompletionBody(SamplingBody):
     prompt: str | list[str] | TokenIds | list[TokenIds] | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_COUNT)
     suffix: str | None = None
 
 
-class FunctionBody(SamplingBody, ChatFields):
-    """POST /v1/functions/{name}/invocations: either `prompt` or `messages`."""
+class FunctionBody(SamplingBody, ChatFields, OwnBody):
+    """POST /v1/functions/{name}/invocations: either `prompt` or `messages`. The same input gives the same answer."""
+
+    default_temperature: ClassVar[float] = 0.0
 
     prompt: str | TokenIds | None = None
     messages: Messages | None = None
@@ -141,11 +167,11 @@ class EmbeddingBody(PromiseFields):
     model: str
     input: str | list[str] | TokenIds | list[TokenIds]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: int | None = Field(None, ge=1, le=MAX_COUNT)
     pooling: Literal["last", "mean"] | None = None
 
 
-class JobBody(Body):
+class JobBody(OwnBody):
     """POST /v1/jobs: `input` is the body that `endpoint` would take (default: the function named `model`)."""
 
     model: str
@@ -155,19 +181,19 @@ class JobBody(Body):
     max_attempts: int = Field(3, ge=1, le=100)
 
 
-class ModelBody(Body):
+class ModelBody(OwnBody):
     """POST /admin/models"""
 
     name: str
     source: str = Field(min_length=1)
-    keep_alive_s: float = 300.0
+    keep_alive_s: Annotated[float, AfterValidator(_keep_alive)] = 300.0
     min_replicas: int = Field(0, ge=0, le=1000)
     max_replicas: int = Field(1, ge=1, le=1000)
     pooling: Literal["last", "mean"] = "last"
     replace: bool = False
 
 
-class AdapterBody(Body):
+class AdapterBody(OwnBody):
     """POST /admin/adapters"""
 
     name: str
@@ -185,6 +211,14 @@ def parse(cls: type[B], data: bytes | str | dict[str, Any]) -> B:
         if first["type"] == "json_invalid":
             raise InvalidRequest(f"the body is not JSON: {first['msg']}") from None
         # Members of unions show up in the path under their type's name; clients know fields and indices only.
-        path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        is_unknown = first["type"] == "extra_forbidden"
+        path = [str(part) for part in first["loc"] if isinstance(part, int) or is_unknown or str(part).isidentifier()]
         where = ".".join(path) or None
-        raise InvalidRequest(f"{where or 'body'}: {first['msg']}", param=where) from None
+        text = _unknown(cls, path[-1]) if is_unknown else first["msg"]
+        raise InvalidRequest(f"{where or 'body'}: {text}", param=where) from None
+
+
+def _unknown(cls: type[Body], name: str) -> str:
+    near = difflib.get_close_matches(name, cls.model_fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.model_fields))}"
+    return f"there is no such field; {hint}"

@@ -6,11 +6,15 @@ from nearline.checkpoint_store.adapter import draft_adapter
 from nearline.checkpoint_store.convert_model import draft_model
 from nearline.checkpoint_store.convert_types import Draft, Reporter
 from nearline.checkpoint_store.publish import publish
-from nearline.checkpoint_store.source import located
+from nearline.checkpoint_store.publish_linked import publish_linked
+from nearline.checkpoint_store.source import locate, located
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.checkpoint_store.types import Manifest
 from nearline.protocol import CheckpointKind, Digest
 from nearline.protocol.errors import AdapterMismatch, UnsupportedCheckpoint
+
+AS_IS = "as-is:"
+"""Before a directory: its safetensors file is served as it is, by a hard link, and not converted."""
 
 
 def import_checkpoint(
@@ -21,9 +25,23 @@ def import_checkpoint(
     Raises NearlineError saying what is wrong with the source; nothing of a failed import stays.
     """
     reporter = reporter or Reporter()
+    if source.startswith(AS_IS):
+        return _import_as_is(root, kind, source, reporter)
     with located(source, root, reporter) as path:
         reporter.progress("reading", 0, 0)
         return publish(root, _draft(path, (kind, source, base_digest), root, reporter), reporter)
+
+
+def _import_as_is(root: Path, kind: CheckpointKind, source: str, reporter: Reporter) -> Manifest:
+    place = source.removeprefix(AS_IS)
+    if place.startswith(("hub:", "http://", "https://")):
+        raise UnsupportedCheckpoint(f"{place}: only a local directory can be served as it is; leave --no-convert out")
+    path = locate(place)
+    if kind is not CheckpointKind.MODEL or not path.is_dir():
+        raise UnsupportedCheckpoint(f"{path}: only a model's safetensors directory can be served as it is")
+    reporter.progress("reading", 0, 0)
+    directory = SourceDirectory(path)
+    return publish_linked(root, directory, draft_model(directory, source, reporter), reporter)
 
 
 def _draft(path: Path, wish: tuple[CheckpointKind, str, Digest | None], root: Path, reporter: Reporter) -> Draft:

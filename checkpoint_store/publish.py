@@ -33,7 +33,7 @@ from nearline.protocol.errors import CheckpointCorrupt, NearlineError, StorageFu
 
 CHECKPOINTS = "checkpoints"
 _SPARE_BYTES: Bytes = 1024 * 1024
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manifest:
@@ -55,7 +55,7 @@ def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manif
     try:
         chunk_digests = _write_weights(staging / WEIGHTS_NAME, header, draft, reporter)
         for name, content in draft.files.items():
-            _write_file(staging / name, [content])
+            write_file(staging / name, [content])
         info = dataclasses.replace(
             draft.info,
             digest=content_digest(chunk_digests, draft.files, draft.info.base_digest or ""),
@@ -64,16 +64,17 @@ def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manif
         )
         manifest = Manifest(FORMAT_VERSION, info, total, CHUNK_BYTES, chunk_digests, entries)
         verify_weights(staging / WEIGHTS_NAME, manifest, verifying(reporter))
-        return _commit(root, staging, manifest, reporter)
+        return commit(root, staging, manifest, reporter)
     except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise _storage_full(root, needed, error.strerror or "") from error
+        if error.errno in NO_SPACE:
+            raise storage_full(root, needed, error.strerror or "") from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _commit(root: Path, staging: Path, manifest: Manifest, reporter: Reporter) -> Manifest:
+def commit(root: Path, staging: Path, manifest: Manifest, reporter: Reporter) -> Manifest:
+    """Make a staged checkpoint a committed one: manifest last, all synced, one rename."""
     target = root / CHECKPOINTS / manifest.digest
     is_broken = target.exists()
     if is_broken:
@@ -120,7 +121,7 @@ def _write_weights(path: Path, header: bytes, draft: Draft, reporter: Reporter) 
             count(block)
             yield block
 
-    _write_file(path, passing())
+    write_file(path, passing())
     if done % CHUNK_BYTES:
         digests.append(hasher.hexdigest())
     return tuple(digests)
@@ -137,7 +138,8 @@ def _weights(header: bytes, draft: Draft) -> Iterator[Block]:
             raise CheckpointCorrupt(f"tensor {tensor.name!r} gave {done} bytes, expected {tensor.num_bytes}")
 
 
-def _write_file(path: Path, blocks: Iterable[Block]) -> None:
+def write_file(path: Path, blocks: Iterable[Block]) -> None:
+    """Write a new file and sync it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb", buffering=0) as file:
         for block in blocks:
@@ -158,10 +160,11 @@ def _sync(path: Path) -> None:
 def _check_space(root: Path, needed: Bytes) -> None:
     stats = os.statvfs(root)
     if stats.f_bavail * stats.f_frsize < needed:
-        raise _storage_full(root, needed, "not enough space")
+        raise storage_full(root, needed, "not enough space")
 
 
-def _storage_full(root: Path, needed: Bytes, reason: str) -> StorageFull:
+def storage_full(root: Path, needed: Bytes, reason: str) -> StorageFull:
+    """Say how much is needed and how much there is."""
     stats = os.statvfs(root)
     available = stats.f_bavail * stats.f_frsize
     return StorageFull(

@@ -28,13 +28,16 @@ def add_model(
     ] = None,
     min_replicas: Annotated[int | None, typer.Option(help="Instances kept even when idle.")] = None,
     max_replicas: Annotated[int | None, typer.Option(help="Instances at most.")] = None,
+    no_convert: Annotated[bool, typer.Option("--no-convert", help="Serve a local safetensors file as it is.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
     """Import a model into the store and make it callable."""
     wishes = {"keep_alive_s": keep_alive, "min_replicas": min_replicas, "max_replicas": max_replicas}
-    body = {"name": name, "source": absolute(source)} | {k: v for k, v in wishes.items() if v is not None}
+    body = {"name": name, "source": ("as-is:" if no_convert else "") + absolute(source)} | {
+        k: v for k, v in wishes.items() if v is not None
+    }
     with connected(url, api_key, as_json) as client:
         registered = register(client, "models", body, is_quiet=as_json)
         if as_json:

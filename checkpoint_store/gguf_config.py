@@ -23,9 +23,13 @@ FAMILIES = {
     "llama": GgufFamily("LlamaForCausalLM", "llama", True),
     "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", False),
     "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", False),
+    "granite": GgufFamily("GraniteForCausalLM", "granite", True),
 }
-_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "attention.scale")
-"""Multipliers that llama-shaped relatives (Granite, MiniCPM) use and the plain decoder lacks."""
+_SCALES = {
+    "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+}  # fmt: skip
+"""Granite's multipliers, by GGUF's name. Other llama-shaped relatives (MiniCPM) have them and mean something else."""
 
 
 def gguf_family(metadata: Metadata) -> GgufFamily:
@@ -82,6 +86,8 @@ def gguf_config(
         "dtype": "bfloat16",
         **special_ids(metadata),
     }
+    if family.model_type == "granite":
+        config |= {theirs: float(field(ours, 1.0)) for ours, theirs in _SCALES.items()}
     if family.model_type != "qwen2":
         config["attention_bias"] = has_attention_bias
     return config
@@ -107,7 +113,7 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
 def _refuse_odd_fields(metadata: Metadata, prefix: str, head_dim: int) -> None:
     if metadata.get(prefix + "expert_count"):
         raise UnsupportedCheckpoint("mixture-of-experts GGUF files are not supported")
-    for name in _SCALES:
+    for name in _SCALES if prefix != "granite." else ():
         if metadata.get(prefix + name) not in (None, 0.0, 1.0):
             raise UnsupportedCheckpoint(f"{prefix + name} is not supported; use the original model directory")
     for name in ("attention.value_length", "rope.dimension_count"):

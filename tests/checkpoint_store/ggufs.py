@@ -57,7 +57,7 @@ def write_gguf(
         add_value(writer, key.replace("__", "."), value)
     for name, parameter in model.named_parameters():
         values = parameter.detach().to(torch.float32).numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if arch in ("llama", "granite") and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             values = interleave(values, heads)
         used = kind if values.ndim > 1 else GGMLQuantizationType.F32

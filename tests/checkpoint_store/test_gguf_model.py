@@ -227,3 +227,19 @@ def test_smollm2_is_bit_equal_to_transformers_dequantisation(root: Path, smollm2
     parameters = dict(theirs.named_parameters())
     assert ours.keys() == parameters.keys()
     assert all(torch.equal(ours[name], parameters[name]) for name in ours)
+
+
+def test_granites_multipliers_come_from_the_metadata(root: Path, tmp_path: Path) -> None:
+    scales = {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 8.0,
+    }  # fmt: skip
+    model = tiny("granite", tie_word_embeddings=True, **scales)
+    metadata = {"embedding_scale": 12.0, "residual_scale": 0.25, "attention__scale": 0.125, "logit_scale": 8.0}
+    write_gguf(tmp_path / "a.gguf", model, "granite", **{f"granite__{key}": value for key, value in metadata.items()})
+    directory = published(root, import_model(root, tmp_path / "a.gguf"))
+    config = json.loads((directory / "config.json").read_text())
+    assert {key: config[key] for key in scales} == scales
+    model.save_pretrained(tmp_path / "original")
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.bfloat16)
+    ours, ids = AutoModelForCausalLM.from_pretrained(directory), torch.arange(8)[None]
+    assert torch.equal(ours(ids).logits, original(ids).logits)

@@ -78,7 +78,7 @@ def test_both_generations_of_config_keys_are_read() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*supported: GPT2.*LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*supported: Arcee.*GPT2.*LlamaForCausalLM"),
         ({"architectures": None}, "none"),
         ({"hidden_size": None}, "hidden_size|int"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),

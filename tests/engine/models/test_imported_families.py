@@ -21,6 +21,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"sliding_window": 8, "tie_word_embeddings": False},
     "GPT2": {},
     "OPT": {"ffn_dim": 112},
+    "Cohere": {"tie_word_embeddings": True},
+    "Starcoder2": {"tie_word_embeddings": False, "sliding_window": 8},
 }
 
 

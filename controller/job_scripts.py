@@ -34,7 +34,8 @@ end
 """
 
 # ARGV: id, idempotency hash, idempotency ttl_s, max queued, deadline_s, field, value, field, value …
-# KEYS[6]: the tenant's list; KEYS[7]: the idempotency key (absent: none).
+# KEYS[6]: the tenant's list; KEYS[7]: the idempotency key (absent: none). Each submission looks at some entries of the
+# list, chosen by chance, and removes those whose job has expired: so the list stays in proportion to what it lists.
 SUBMIT = (
     PRELUDE
     + """
@@ -54,7 +55,11 @@ for i = 6, #ARGV, 2 do redis.call('HSET', job, ARGV[i], ARGV[i + 1]) end
 local entry = redis.call('XADD', stream, '*', 'id', id)
 redis.call('HSET', job, 'id', id, 'state', 'queued', 'created_at', stamp(now), 'deadline_at', stamp(deadline),
   'attempt', 0, 'failures', 0, 'lost', 0, 'entry', entry)
+for _, other in ipairs(redis.call('ZRANDMEMBER', KEYS[6], 10)) do
+  if redis.call('EXISTS', string.sub(job, 1, #job - #id) .. other) == 0 then redis.call('ZREM', KEYS[6], other) end
+end
 redis.call('ZADD', KEYS[6], stamp(now), id)
+if redis.call('TTL', KEYS[6]) < tonumber(ARGV[3]) then redis.call('EXPIRE', KEYS[6], ARGV[3]) end
 redis.call('ZADD', deadlines, stamp(deadline), id)
 if KEYS[7] then redis.call('SET', KEYS[7], ARGV[2] .. ' ' .. id, 'EX', ARGV[3]) end
 return {'new', id}
@@ -77,14 +82,18 @@ if state ~= 'queued' and redis.call('HINCRBY', job, 'lost', 1) > tonumber(ARGV[3
   finish(job, id, 'failed', 'error', ARGV[6], ARGV[4], ARGV[5])
   return {}
 end
-if tonumber(redis.call('HGET', job, 'deadline_at')) <= now then
+local left_s = tonumber(redis.call('HGET', job, 'deadline_at')) - now
+if left_s <= 0 then
   finish(job, id, 'expired', 'error', ARGV[7], ARGV[4], ARGV[5])
   return {}
 end
 redis.call('HINCRBY', job, 'attempt', 1)
 redis.call('HSETNX', job, 'started_at', stamp(now))
 redis.call('HSET', job, 'state', 'starting')
-return redis.call('HGETALL', job)
+local fields = redis.call('HGETALL', job)
+table.insert(fields, 'left_s')
+table.insert(fields, stamp(left_s))
+return fields
 """
 )
 

@@ -21,6 +21,7 @@ from nearline.protocol.errors import (
     DeadlineExceeded,
     ErrorInfo,
     IdempotencyMismatch,
+    InvalidRequest,
     JobNotFound,
     NearlineError,
     Overloaded,
@@ -35,6 +36,11 @@ MAX_LOST = 20
 
 MAX_RESULT_BYTES = 8 << 20
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0
+_LISTED = (
+    *("id", "tenant", "endpoint", "model", "state", "created_at", "deadline_at", "attempt", "max_attempts"),
+    *("started_at", "completed_at", "error"),
+)
+"""Fields that a list reads: all but the body and the result, which may have megabytes."""
 
 
 class JobState(StrEnum):
@@ -74,7 +80,11 @@ class JobRequest:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as it stands. Instants are seconds since 1970 on Redis's clock; `attempt` counts runs so far."""
+    """A job as it stands. Instants are seconds since 1970 on Redis's clock; `attempt` counts runs so far.
+
+    `left_s` is what a run that has just begun has until the deadline, by that clock. A listed job has neither body nor
+    result.
+    """
 
     job_id: JobId
     tenant: TenantId
@@ -90,6 +100,7 @@ class Job:
     completed_at: float | None = None
     result: dict[str, Any] | None = None
     error: ErrorInfo | None = None
+    left_s: float | None = None
 
 
 class JobStore:
@@ -151,12 +162,14 @@ class JobStore:
         return await self.get(job_id, tenant)
 
     async def list_jobs(self, tenant: TenantId, limit: int, after: str | None = None) -> list[Job]:
-        """List a tenant's jobs, newest first, from behind the job `after`."""
+        """List a tenant's jobs, newest first, from behind the job `after`. Raises InvalidRequest for an unknown one."""
         key = self._state.key("jobs", "of", tenant)
         found: list[Job] = []
         async with state_errors():
             rank = await self._state.redis.zrevrank(key, after) if after else -1
-            start = -1 if rank is None else int(rank)
+            if rank is None:
+                raise InvalidRequest(f"this list has no job {after!r} (any more); start at its top", param="after")
+            start = int(rank)
             while len(found) < limit:
                 ids = await self._state.redis.zrevrange(key, start + 1, start + limit)
                 gone = [job_id for job_id in ids if not await self._append(found, job_id)]
@@ -168,10 +181,11 @@ class JobStore:
         return found[:limit]
 
     async def _append(self, found: list[Job], job_id: str) -> bool:
-        job = await self._read(job_id)
-        if job is not None:
-            found.append(job)
-        return job is not None
+        values = await self._state.redis.hmget(self._prefix + job_id, list(_LISTED))
+        fields = {name: value for name, value in zip(_LISTED, values, strict=True) if value is not None}
+        if "id" in fields:
+            found.append(_job(fields))
+        return "id" in fields
 
     async def wait(self, job_id: str, tenant: TenantId, timeout_s: float) -> Job:
         """Wait until the job ends or the time is up; return it as it stands then."""
@@ -325,7 +339,7 @@ def _job(fields: dict[str, str]) -> Job:
         tenant=TenantId(fields["tenant"]),
         endpoint=fields["endpoint"],
         model=fields["model"],
-        body=json.loads(fields["body"]),
+        body=json.loads(fields.get("body", "{}")),
         state=JobState(fields["state"]),
         created_at=float(fields["created_at"]),
         deadline_at=float(fields["deadline_at"]),
@@ -335,4 +349,5 @@ def _job(fields: dict[str, str]) -> Job:
         completed_at=float(completed) if completed else None,
         result=json.loads(fields["result"]) if "result" in fields else None,
         error=from_plain(ErrorInfo, json.loads(fields["error"])) if "error" in fields else None,
+        left_s=float(fields["left_s"]) if "left_s" in fields else None,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -78,6 +79,48 @@ def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 async def answer(job: Job, started: Started) -> dict[str, Any]:
     await started()
     return {"output": {"text": job.body["prompt"]}}
+
+
+async def test_a_run_hears_from_redis_how_much_time_it_has(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[float | None] = []
+
+    async def listen(job: Job, started: Started) -> dict[str, Any]:
+        heard.append(job.left_s)
+        return {}
+
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock is far off
+    b = bench(listen)
+    job_id = await b.store.submit(request(deadline_s=50.0))
+    b.hire()
+    assert (await b.store.wait(job_id, ANN, 5)).state is JobState.SUCCEEDED
+    assert heard[0] is not None
+    assert 45 < heard[0] <= 50
+
+
+async def test_a_tenants_list_forgets_what_expired_without_being_looked_at(state: State) -> None:
+    store = JobStore(state)
+    key, prefix = state.key("jobs", "of", ANN), state.key("job", "")
+    for _ in range(300):
+        job_id = await store.submit(request())
+        await state.redis.delete(prefix + job_id)
+    assert int(await state.redis.zcard(key)) < 60, "of 300 entries that name nothing"
+    kept = await store.submit(request())
+    assert [job.job_id for job in await store.list_jobs(ANN, 100)] == [kept]
+    assert int(await state.redis.ttl(key)) > 86_000
+
+
+async def test_a_list_reads_neither_bodies_nor_results_and_knows_its_places(bench: Callable[..., Bench]) -> None:
+    b = bench(answer)
+    job_id = await b.store.submit(request())
+    b.hire()
+    await b.store.wait(job_id, ANN, 5)
+    (listed,) = await b.store.list_jobs(ANN, 10)
+    assert (listed.job_id, listed.state, listed.body, listed.result) == (job_id, JobState.SUCCEEDED, {}, None)
+    assert await b.store.list_jobs(ANN, 10, after=job_id) == []
+    with pytest.raises(InvalidRequest, match="job_none"):
+        await b.store.list_jobs(ANN, 10, after="job_none")
 
 
 async def test_a_job_is_submitted_run_and_found(bench: Callable[..., Bench]) -> None:

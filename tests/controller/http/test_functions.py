@@ -147,6 +147,9 @@ async def test_jobs_are_listed_newest_first_and_in_pages(front: FrontDoor) -> No
     _, rest, _ = await front.get(f"/v1/jobs?limit=9&after={page['data'][-1]['id']}")
     assert ([job["id"] for job in rest["data"]], rest["has_more"]) == (ids[2::-1], False)
     assert (await front.get("/v1/jobs?limit=0"))[0] == 400
+    status, answer, _ = await front.get("/v1/jobs?after=job_none")
+    assert (status, answer["error"]["param"]) == (400, "after")
+    assert all(row.keys().isdisjoint({"output", "usage", "timings"}) for row in page["data"] + rest["data"])
     assert (await front.get("/v1/jobs/job_none"))[1]["error"]["code"] == "job_not_found"
 
 

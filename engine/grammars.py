@@ -4,7 +4,6 @@ llguidance is optional here: an engine without it refuses requests that bring a 
 """
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -51,7 +50,7 @@ class Grammars:
     def __init__(self, tokenizer: Path | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._path, self._vocab_size, self._eos = tokenizer, vocab_size, eos_token_ids
         self._table: Any = None
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled: dict[Grammar, Any] = {}
         self._lock = threading.Lock()
         self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
 
@@ -60,20 +59,20 @@ class Grammars:
         return grammar in self._compiled
 
     def compile(self, grammar: Grammar) -> Any:
-        """Return a matcher that has seen nothing; others wait meanwhile.
+        """Return a matcher that has seen nothing. What is compiled already waits for no other grammar.
 
         Raises InvalidRequest for a grammar that cannot be, Fault without llguidance, UnsupportedCheckpoint without
         a tokenizer.json that it can read.
         """
-        with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = self._compile(grammar)
-                self._compiled[grammar] = matcher
-            self._compiled.move_to_end(grammar)
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            return matcher
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            with self._lock:
+                matcher = self._compiled.get(grammar)
+                if matcher is None:
+                    matcher = self._compiled[grammar] = self._compile(grammar)
+                while len(self._compiled) > MAX_COMPILED:
+                    del self._compiled[next(iter(self._compiled))]
+        return matcher
 
     def allowed(self, sequence: Sequence, position: int) -> Mask:
         """Say which tokens may stand at `position`. Shapes: [V]. Raises InvalidRequest when the grammar gives up."""

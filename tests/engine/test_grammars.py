@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,26 @@ def test_a_tokenizer_of_another_size_than_the_models_vocabulary_serves(tokenizer
         assert mask.shape == (vocab_size,)
         assert mask.sum() == 2
         assert mask.nonzero()[0].max() < 256
+
+
+def test_a_slow_grammar_holds_up_no_sequence_of_another(tokenizer: Path, harness: Any) -> None:
+    grammars = Grammars(tokenizer, 272, (EOS,))
+    grammars.compile(CHOICE)
+    slow = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 70001}')
+    compiling = threading.Thread(target=grammars.compile, args=(slow,))
+    compiling.start()
+    for _ in range(20):
+        grammars.allowed(harness.sequence([1, 2], sampling(CHOICE)), 2)
+    assert compiling.is_alive()
+    assert not grammars.has(slow)
+    compiling.join()
+    assert grammars.has(slow)
+
+
+def test_compiled_grammars_are_forgotten_when_there_are_many(tokenizer: Path) -> None:
+    grammars = Grammars(tokenizer, 272, (EOS,))
+    many = [Grammar(GrammarKind.REGEX, f"a{{{n}}}") for n in range(1, 100)]
+    for one in many:
+        grammars.compile(one)
+    assert sum(grammars.has(one) for one in many) == module.MAX_COMPILED
+    assert grammars.has(many[-1])

@@ -18,6 +18,7 @@ from nearline.controller.config import CoreConfig, RuntimeConfig
 from nearline.controller.http.app import SHUTDOWN_S, create_app
 from nearline.controller.http.door import Door
 from nearline.controller.http.jobs_api import run_job
+from nearline.controller.http.server import Runner
 from nearline.controller.job_worker import JobWorker
 from nearline.controller.jobs import JobStore
 from nearline.controller.lease import LeaderLease
@@ -67,7 +68,7 @@ async def serve(config: ServiceConfig) -> None:
             return
         stack.push_async_callback(_release, lease)
         runtime, door = _assemble(config, state, lease)
-        runner = web.AppRunner(create_app(door, runtime.serve_node), shutdown_timeout=1.0, access_log=None)
+        runner = Runner(create_app(door, runtime.serve_node), shutdown_timeout=1.0, access_log=None)
         await runner.setup()
         # Below the runtime on the stack: when that ends, open streams get its error frame before their sockets close.
         stack.push_async_callback(runner.cleanup)

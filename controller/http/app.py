@@ -14,7 +14,7 @@ from nearline.controller.http.errors import error_response, http_error_response
 from nearline.controller.http.openai_chat import chat_completions
 from nearline.controller.http.openai_completions import completions
 from nearline.controller.http.openai_embeddings import embeddings
-from nearline.protocol.errors import NearlineError
+from nearline.protocol.errors import InvalidRequest, NearlineError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -87,12 +87,18 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return error_response(error)
     except web.HTTPException as error:
         return http_error_response(error)
+    except web.RequestPayloadError as error:
+        return error_response(InvalidRequest(f"the body is not what its headers say: {_first_line(error)}"))
     except ConnectionError as error:
         log.info("client_gone", request_id=request[REQUEST_ID], error=str(error))
         raise
     except Exception as error:
         log.exception("request_broke", request_id=request[REQUEST_ID], path=request.path)
         return error_response(error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @web.middleware

@@ -14,6 +14,7 @@ from aiohttp import web
 from nearline.controller.http.app import create_app
 from nearline.controller.http.door import Door
 from nearline.controller.http.jobs_api import run_job
+from nearline.controller.http.server import Runner
 from nearline.controller.job_worker import JobWorker
 from nearline.controller.jobs import JobStore
 from nearline.controller.lease import LeaderLease
@@ -93,7 +94,7 @@ def yarl_raw(url: str) -> Any:
 
 
 async def serve(door: Door, runtime: ScriptedRuntime) -> AsyncIterator[FrontDoor]:
-    runner = web.AppRunner(create_app(door), shutdown_timeout=1.0)
+    runner = Runner(create_app(door), shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

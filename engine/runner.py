@@ -78,13 +78,19 @@ class Runner:
 
         An item that fails without being sampled has no outcome: it stands in `failed` until the next step, and its
         sequence must end before the step is committed, or others would reuse keys and values that are not there.
-        Raises CheckpointCorrupt or InstanceFailed if the model's bytes are bad or do not come, and nothing else.
+        Raises CheckpointCorrupt or InstanceFailed if the model's bytes are bad or do not come, or the device is lost.
         """
         self.failed = []
-        self.kv.copy_blocks(batch.block_copies)
         order = adapter_order(batch.items)
         items = [batch.items[i] for i in order]
-        outcomes = dict(zip([i for i in order if batch.items[i].is_sampled], self._run_isolated(items), strict=True))
+        try:
+            self.kv.copy_blocks(batch.block_copies)
+            results = self._run_isolated(items)
+        except RuntimeError as error:
+            if not _is_device_lost(error):
+                raise
+            raise InstanceFailed(f"the device {self._device} failed in a step ({error}); this process ends") from error
+        outcomes = dict(zip([i for i in order if batch.items[i].is_sampled], results, strict=True))
         return [outcomes[i] for i, item in enumerate(batch.items) if item.is_sampled]
 
     def _run_isolated(self, items: Seq[BatchItem]) -> list[SampledToken]:
@@ -93,6 +99,8 @@ class Runner:
         except (CheckpointCorrupt, InstanceFailed):
             raise  # the fault of no item: the bytes of the model are bad or do not come
         except Exception as error:
+            if _is_device_lost(error):
+                raise  # nothing this process does on it will succeed again
             log.error("a step of %d items failed: %s", len(items), error, exc_info=not isinstance(error, NearlineError))
             if len(items) == 1:
                 return self._give_up(items[0], _describe(error))
@@ -142,6 +150,13 @@ class Runner:
             else self._prompts.outcome(hidden_SM[row], item)
             for row, item in enumerate(items)
         ]
+
+
+def _is_device_lost(error: Exception) -> bool:
+    """Whether the device's context is broken, which it stays: a CUDA error other than running out of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
 
 def _describe(error: Exception) -> ErrorInfo:

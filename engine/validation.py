@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 
 from nearline.engine.config import EngineConfig
 from nearline.protocol import CheckpointInfo, Request, SamplingParams
-from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest, NearlineError, OutOfMemory
+from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest, NearlineError
 
 
 def request_problem(
@@ -25,9 +25,10 @@ def request_problem(
             param="prompt",
         )
     if num_tokens > config.kv_tokens:
-        return OutOfMemory(
+        return ContextLengthExceeded(
             f"{num_tokens} tokens do not fit in this instance's KV cache of {config.kv_tokens}; "
-            "shorten the prompt or give instances more memory"
+            "shorten the prompt or give instances more memory (`--kv-bytes`)",
+            param="prompt",
         )
     if request.pooling is not None and (request.sampling.max_tokens or request.sampling.prompt_logprobs is not None):
         return InvalidRequest("an embedding generates nothing: max_tokens is 0, without prompt_logprobs", param="input")

@@ -56,7 +56,9 @@ def test_a_small_kv_cache_ends_a_sequence_instead_of_hanging() -> None:
     engine.drain()
     assert len(engine.outputs["a#1"]) == 6  # 3 + 6 tokens, the last never fed: 8 positions
     engine.add(make_request("b", [1] * 9))
-    assert engine.ends["b#1"].error.code == "out_of_memory"
+    error = engine.ends["b#1"].error
+    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+    assert "9 tokens" in error.message
 
 
 BAD: list[tuple[dict[str, Any], str, str | None]] = [

@@ -10,7 +10,7 @@ from nearline.engine.models.layers import compute_dtype
 from nearline.engine.runner import Runner, RunnerConfig
 from nearline.engine.types import Batch
 from nearline.protocol import SamplingParams
-from nearline.protocol.errors import CheckpointCorrupt, OutOfMemory
+from nearline.protocol.errors import CheckpointCorrupt, InstanceFailed, OutOfMemory
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
@@ -112,6 +112,39 @@ def test_not_a_number_fails_its_sequence_alone(
     # Blocks that held what is not a number are harmless to whoever gets them next.
     harness.release(bad)
     assert harness.generate([harness.sequence(clean)], 1)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("device-side assert triggered"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_a_lost_device_is_the_fault_of_the_process_and_of_no_item(
+    harness: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    calls = []
+
+    def forward(*_: Any, **__: Any) -> Any:
+        calls.append(1)
+        raise error
+
+    monkeypatch.setattr(harness.runner.decoder, "forward", forward)
+    with pytest.raises(InstanceFailed, match="the device cpu failed"):
+        harness.step([harness.sequence(prompt(5)), harness.sequence(prompt(6))])
+    assert len(calls) == 1, "nothing is tried again on it"
+
+
+def test_running_out_of_device_memory_is_not_the_end(
+    harness: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(harness.runner.decoder, "forward", forward)
+    (outcome,) = harness.step([harness.sequence(prompt(5))])
+    assert outcome.error.code == "out_of_memory"
 
 
 def test_a_bad_bias_fails_its_sequence_alone(harness: Any, prompt: Any) -> None:

@@ -106,7 +106,8 @@ class RequestDesk:
             model = self._fleet.model_of(request)
             model.service_s += _SERVICE_WEIGHT * (now - request.dispatched_at - model.service_s)
             model.queue.settle(request, event.num_generated)
-            model.lengths.learn(request.features, request.predicted_tokens, event.num_generated)
+            if request.info.max_tokens > 0:  # a prompt that is only read says nothing about answers
+                model.lengths.learn(request.features, request.predicted_tokens, event.num_generated)
             if request.attempt == 1:
                 model.waits.finished(request.length_bucket, event.num_generated, now - request.dispatched_at)
             self._fleet.promises.ended(request, event.num_generated, now)

@@ -47,7 +47,7 @@ def model(name: str, digest: str = "", num_bytes: int = GB, **settings: Any) -> 
 
 
 def info(request_id: str, model_id: str = "a", **settings: Any) -> RequestInfo:
-    return RequestInfo(RequestId(request_id), ModelId(model_id), 100, 50, **settings)
+    return RequestInfo(RequestId(request_id), ModelId(model_id), 100, **({"max_tokens": 50} | settings))
 
 
 def resident(digest: str, num_bytes: int = GB, dram_bytes: int = 0) -> Residency:

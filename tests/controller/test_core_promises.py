@@ -52,6 +52,18 @@ def test_what_is_learned_of_a_model_survives_a_new_version_of_it() -> None:
     assert current.lengths.calibration.num_answers == 1
 
 
+def test_a_prompt_that_is_only_read_teaches_nothing_about_the_length_of_answers() -> None:
+    w = world("a")
+    w.arrive("embedding", max_tokens=0)
+    w.start_all()
+    w.token("embedding")
+    w.finish("embedding")
+    current = w.core.fleet.current_model("a")  # type: ignore[arg-type]
+    assert current is not None
+    assert current.lengths.calibration.num_answers == 0
+    w.core.check()
+
+
 def test_models_with_short_starts_get_a_scarce_slot_before_one_whose_start_would_make_all_of_them_late() -> None:
     """By due date `big` is first. Its start takes 17 s of the others' 20."""
     w = World()

@@ -83,7 +83,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Site(ctypes.Structure):
-    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_long))
+    _fields_ = (*((name, c_void_p) for name in ("a", "b", "gain", "shift")), ("rank", c_long))
 
 
 class _Segment(ctypes.Structure):
@@ -104,20 +104,25 @@ class _Step(ctypes.Structure):
 class PackedAdapter:
     """An adapter's pairs as a table of pointers. Owns: its b matrices, turned once to be read along rows.
 
-    `layers` holds per layer, by projection (see SITES), the pair (a_RM, b_NR) with its scaling folded into b.
+    `layers` holds per layer, by projection (see SITES), (a_RM, b_NR, gain_N, shift_N) as in LoraSegment.
     """
 
-    def __init__(self, layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> None:
+    def __init__(self, layers: Sequence[Mapping[str, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]]) -> None:
         self._table = (_Site * (len(SITES) * len(layers)))()
         self._kept: list[Tensor] = []
         for index, pairs in enumerate(layers):
             for number, name in enumerate(SITES):
                 if name not in pairs:
                     continue
-                a, b = pairs[name][0].contiguous(), pairs[name][1].T.contiguous()
+                a_RM, b_NR, gain_N, shift_N = pairs[name]
+                a, b = a_RM.contiguous(), b_NR.T.contiguous()
                 site = self._table[index * len(SITES) + number]
                 site.a, site.b, site.rank = a.data_ptr(), b.data_ptr(), a.shape[0]
                 self._kept += [a, b]
+                for key, vector in (("gain", gain_N), ("shift", shift_N)):
+                    if vector is not None:
+                        self._kept.append(vector.float().contiguous())
+                        setattr(site, key, self._kept[-1].data_ptr())
         self.address = ctypes.addressof(self._table)
 
 

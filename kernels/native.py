@@ -227,8 +227,7 @@ class LoraPart(ctypes.Structure):
     """`lora_part` of ops.h."""
 
     _fields_ = (
-        ("a", c_void_p),
-        ("b", c_void_p),
+        *((name, c_void_p) for name in ("a", "b", "gain", "shift")),
         *((name, c_long) for name in ("rank", "start", "end", "first_output", "num_outputs")),
     )
 
@@ -246,6 +245,10 @@ def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> bo
             return False
         kept += [a, b]
         part.a, part.b, part.rank = a.data_ptr(), b.data_ptr(), a.shape[0]
+        for name, vector in (("gain", segment.gain_N), ("shift", segment.shift_N)):
+            if vector is not None:
+                kept.append(vector.float().contiguous())
+                setattr(part, name, kept[-1].data_ptr())
         part.start, part.end, part.num_outputs = segment.start, segment.end, y_TN.shape[1]
     x, y = (x_TM.data_ptr(), x_TM.stride(0)), (y_TN.data_ptr(), y_TN.stride(0))
     lib.nl_lora(parts, len(segments), *x, x_TM.shape[1], *y, code)

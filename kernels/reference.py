@@ -126,4 +126,9 @@ def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> No
     for segment in segments:
         rows = slice(segment.start, segment.end)
         shrunk_TR = x_TM[rows].float() @ segment.a_RM.float().T
-        y_TN[rows] = (y_TN[rows].float() + shrunk_TR @ segment.b_NR.float().T).to(y_TN.dtype)
+        base_TN = y_TN[rows].float()
+        if segment.gain_N is not None:
+            base_TN = base_TN * segment.gain_N
+        if segment.shift_N is not None:
+            base_TN = base_TN + segment.shift_N
+        y_TN[rows] = (base_TN + shrunk_TR @ segment.b_NR.float().T).to(y_TN.dtype)

@@ -74,8 +74,10 @@ def _expand_kernel(
 
 
 def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> bool:
-    """Accept any row strides of x and y and both layouts of b."""
-    kept = [segment for segment in segments if segment.end > segment.start]
+    """Accept any row strides of x and y, both layouts of b, any rank from 1."""
+    for segment in segments:
+        _change_base_(y_TN[segment.start : segment.end], segment)
+    kept = [segment for segment in segments if segment.end > segment.start and segment.a_RM.shape[0]]
     if not kept:
         return True
     pairs = [(s.a_RM.contiguous(), s.b_NR) for s in kept]
@@ -99,3 +101,14 @@ def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> bo
         table, shrunk, y_TN, y_TN.stride(0), num_outputs, max_rank, _TOKENS, 128, ranks
     )
     return True
+
+
+def _change_base_(y_TN: Tensor, segment: LoraSegment) -> None:
+    """Apply gain and shift, which few adapters have, by torch: one more rounding than in the reference."""
+    if segment.gain_N is not None or segment.shift_N is not None:
+        changed_TN = y_TN.float()
+        if segment.gain_N is not None:
+            changed_TN *= segment.gain_N
+        if segment.shift_N is not None:
+            changed_TN += segment.shift_N
+        y_TN.copy_(changed_TN)

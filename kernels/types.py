@@ -23,12 +23,15 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Rows [start, end) of a step use one adapter: y += (x · aᵀ) · bᵀ, its scaling already folded into `b_NR`.
+    """Rows [start, end) of a step use one adapter: y = gain · y + shift + (x · aᵀ) · bᵀ, scaling folded into `b_NR`.
 
-    Shapes: a_RM [R, M], b_NR [N, R]; ranks may differ between segments.
+    Shapes: a_RM [R, M], b_NR [N, R]; ranks may differ between segments, and be 0. gain_N, shift_N: float32 [N], None
+    for 1 and 0; DoRA's magnitudes and trained biases are such.
     """
 
     start: int
     end: int
     a_RM: Tensor
     b_NR: Tensor
+    gain_N: Tensor | None = None
+    shift_N: Tensor | None = None

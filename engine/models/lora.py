@@ -24,10 +24,20 @@ _LAYER = "model.layers."
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """One projection's low-rank pair, scaling folded into b. Shapes: a [R, in], b [out, R]."""
+    """What one projection's output becomes: gain · y + shift + (x · aᵀ) · bᵀ, scaling and gain folded into b.
+
+    Shapes: a [R, in], b [out, R]; gain, shift float32 [out]. Without a magnitude (DoRA) the gain is None, without a
+    trained bias the shift is.
+    """
 
     a_RM: Tensor
     b_NR: Tensor
+    gain_N: Tensor | None = None
+    shift_N: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.a_RM, self.b_NR, self.gain_N, self.shift_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +51,9 @@ class Adapter:
 
     @classmethod
     def of(cls, digest: Digest, layers: Sequence[dict[str, LoraWeights]]) -> "Adapter":
-        pairs = [{name: (pair.a_RM, pair.b_NR) for name, pair in layer.items()} for layer in layers]
-        num_bytes = sum(a.nbytes + b.nbytes for layer in pairs for a, b in layer.values())
-        return cls(digest, tuple(layers), PackedAdapter(pairs), num_bytes)
+        tensors = [{name: weights.tensors for name, weights in layer.items()} for layer in layers]
+        num_bytes = sum(t.nbytes for layer in tensors for four in layer.values() for t in four if t is not None)
+        return cls(digest, tuple(layers), PackedAdapter(tensors), num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +129,9 @@ class AdapterPool:
         if digest in self._adapters:
             return self._adapters[digest]
         layers: list[dict[str, LoraWeights]] = [{} for _ in range(self._spec.num_layers)]
-        for module, scaling in _scalings(directory / ADAPTER_NAME).items():
+        for module, change in _changes(directory / ADAPTER_NAME).items():
             layer, projection = self._place(module)
-            layers[layer][projection] = self._pair(module, weights, scaling)
+            layers[layer][projection] = self._read(module, weights, change)
         adapter = Adapter.of(digest, layers)
         self.add(adapter)
         return adapter
@@ -168,11 +178,15 @@ class AdapterPool:
             raise AdapterMismatch(f"adapter changes {module!r}, which {self._spec.architecture} here does not have")
         return int(index), projection
 
-    def _pair(self, module: str, weights: Weights, scaling: float) -> LoraWeights:
+    def _read(self, module: str, weights: Weights, change: "_Change") -> LoraWeights:
+        num_out, num_in = _shapes(self._spec)[module.rpartition(".")[2]]
+        gain_N, shift_N = (self._vector(f"{module}.{what}", weights, num_out, change) for what in ("gain", "shift"))
+        if not change.rank:
+            empty = torch.empty(0, dtype=self._dtype, device=self._device)
+            return LoraWeights(empty.view(0, num_in), empty.view(num_out, 0), gain_N, shift_N)
         names = [f"{module}.lora_A", f"{module}.lora_B"]
         weights.wait_for(names)
         a, b = (weights.tensor(name) for name in names)
-        num_out, num_in = _shapes(self._spec)[module.rpartition(".")[2]]
         if a.shape[1] != num_in or b.shape[0] != num_out or a.shape[0] != b.shape[1]:
             raise AdapterMismatch(
                 f"adapter's {module!r} has A {list(a.shape)} and B {list(b.shape)}; the base needs "
@@ -180,14 +194,38 @@ class AdapterPool:
             )
         # Private copies even when dtypes agree: an adapter's memory must not hang on its mapped file. b lies in memory
         # as [R, out], which the kernels read row by row.
-        scaled_RN = (b.to(self._device, torch.float32) * scaling).to(self._dtype).T.contiguous()
-        return LoraWeights(a.to(self._device, self._dtype, copy=True), scaled_RN.T)
+        scaled_NR = b.to(self._device, torch.float32) * change.scaling
+        if gain_N is not None:
+            scaled_NR *= gain_N[:, None]
+        scaled_RN = scaled_NR.to(self._dtype).T.contiguous()
+        return LoraWeights(a.to(self._device, self._dtype, copy=True), scaled_RN.T, gain_N, shift_N)
+
+    def _vector(self, name: str, weights: Weights, num_outputs: int, change: "_Change") -> Tensor | None:
+        if name.rpartition(".")[2] not in change.vectors:
+            return None
+        weights.wait_for([name])
+        vector = weights.tensor(name)
+        if vector.shape != (num_outputs,):
+            raise AdapterMismatch(f"adapter's {name!r} is {list(vector.shape)}; the base needs [{num_outputs}]")
+        return vector.to(self._device, torch.float32, copy=True)
 
 
-def _scalings(path: Path) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What adapter.json says of one module: rank 0 has no A and B; `vectors` are of "gain" and "shift"."""
+
+    rank: int
+    scaling: float
+    vectors: tuple[str, ...]
+
+
+def _changes(path: Path) -> dict[str, _Change]:
     try:
         modules = json.loads(path.read_text())["modules"]
-        return {name: float(entry["scaling"]) for name, entry in modules.items()}
+        return {
+            name: _Change(int(entry["rank"]), float(entry["scaling"]), tuple(entry.get("changes", ())))
+            for name, entry in modules.items()
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterMismatch(f"{path}: no valid adapter description ({error}); import the adapter again") from None
 
@@ -209,7 +247,7 @@ def _targets(rows: Sequence[_Rows], layer: int, columns: Sequence[tuple[str, int
         for run in rows:
             pair = run.adapter.layers[layer].get(projection)
             if pair is not None:
-                segments.append(LoraSegment(run.start, run.end, pair.a_RM, pair.b_NR))
+                segments.append(LoraSegment(run.start, run.end, *pair.tensors))
         if segments:
             targets.append(_Target(start, end, segments))
     return targets

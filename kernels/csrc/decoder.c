@@ -20,7 +20,8 @@ enum { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, NUM_SITES 
 typedef struct {
     struct {
         const void *a, *b;
-        long rank; /* 0: the adapter leaves this projection alone */
+        const float *gain, *shift;
+        long rank; /* 0 with no gain and no shift: the adapter leaves this projection alone */
     } site[NUM_SITES];
 } lora_layer;
 
@@ -70,10 +71,11 @@ static void adapt(const shape_t *s, const step_t *step, long layer, const buffer
         long first_output = 0;
         for (int i = 0; i < count; first_output += widths[i++]) {
             const lora_layer *adapter = &segment->layers[layer];
-            if (!adapter->site[first_site + i].rank) continue;
-            b->parts[num_parts++] = (lora_part){adapter->site[first_site + i].a, adapter->site[first_site + i].b,
-                                                adapter->site[first_site + i].rank, segment->start, segment->end,
-                                                first_output, widths[i]};
+            const lora_part part = {adapter->site[first_site + i].a, adapter->site[first_site + i].b,
+                                    adapter->site[first_site + i].gain, adapter->site[first_site + i].shift,
+                                    adapter->site[first_site + i].rank, segment->start, segment->end,
+                                    first_output, widths[i]};
+            if (part.rank || part.gain || part.shift) b->parts[num_parts++] = part;
         }
     }
     if (num_parts) lora_run(b->parts, num_parts, x, dim, dim, y, y_stride, s->dt);

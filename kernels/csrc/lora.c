@@ -3,19 +3,38 @@
 
 #define TOKENS_PER_CLAIM 8
 
+#define WIDE 4 /* vectors of outputs that are summed side by side: their loads overlap */
+
+INLINE v16 changed(v16 y, const lora_part *part, long n, int count) {
+    if (part->gain) y *= load_some(part->gain + n, count, F32);
+    if (part->shift) y += load_some(part->shift + n, count, F32);
+    return y;
+}
+
+/* Outputs [n, n + 16 · vectors). */
+INLINE void expand_span(const float *shrunk, const lora_part *part, void *y, long n, int vectors, int dt) {
+    v16 acc[WIDE];
+    for (int i = 0; i < vectors; i++) acc[i] = splat(0.0f);
+    for (long r = 0; r < part->rank; r++) {
+        const char *row = at(part->b, r * part->num_outputs + n, dt);
+        for (int i = 0; i < vectors; i++) acc[i] = madd(splat(shrunk[r]), load16(at(row, 16 * i, dt), dt), acc[i]);
+    }
+    for (int i = 0; i < vectors; i++) {
+        char *to = at_mut(y, n + 16 * i, dt);
+        store16(to, changed(load16(to, dt), part, n + 16 * i, 16) + acc[i], dt);
+    }
+}
+
 INLINE void expand_row(const float *shrunk, const lora_part *part, void *y, int dt) {
     long n = 0, N = part->num_outputs;
-    for (; n + 16 <= N; n += 16) {
-        v16 acc = splat(0.0f);
-        for (long r = 0; r < part->rank; r++) acc = madd(splat(shrunk[r]), load16(at(part->b, r * N + n, dt), dt), acc);
-        store16(at_mut(y, n, dt), load16(at(y, n, dt), dt) + acc, dt);
-    }
+    for (; n + 16 * WIDE <= N; n += 16 * WIDE) expand_span(shrunk, part, y, n, WIDE, dt);
+    for (; n + 16 <= N; n += 16) expand_span(shrunk, part, y, n, 1, dt);
     int rest = (int)(N - n);
     if (!rest) return;
     v16 acc = splat(0.0f);
     for (long r = 0; r < part->rank; r++)
         acc = madd(splat(shrunk[r]), load_some(at(part->b, r * N + n, dt), rest, dt), acc);
-    store_some(at_mut(y, n, dt), load_some(at(y, n, dt), rest, dt) + acc, rest, dt);
+    store_some(at_mut(y, n, dt), changed(load_some(at(y, n, dt), rest, dt), part, n, rest) + acc, rest, dt);
 }
 
 typedef struct {
@@ -35,12 +54,14 @@ static void lora_claim(void *context, long index) {
     const lora_part *part = &loop->parts[p];
     long start = part->start + (index - loop->first_claim[p]) * TOKENS_PER_CLAIM;
     long count = part->end - start < TOKENS_PER_CLAIM ? part->end - start : TOKENS_PER_CLAIM;
-    float *shrunk = scratch(SCRATCH_LORA, TOKENS_PER_CLAIM * part->rank * 4);
+    float *shrunk = scratch(SCRATCH_LORA, TOKENS_PER_CLAIM * part->rank * 4 + 4);
     linear_args shrink = {.x = at(loop->x, start * loop->x_stride, loop->dt), .x_stride = loop->x_stride, .w = part->a,
                           .y = shrunk, .y_stride = part->rank, .num_tokens = count, .num_outputs = part->rank,
                           .dim = loop->dim, .dt = loop->dt, .out_dt = F32};
-    shrink = linear_prepare(&shrink, SCRATCH_WIDENED);
-    linear_span(&shrink, 0);
+    if (part->rank) {
+        shrink = linear_prepare(&shrink, SCRATCH_WIDENED);
+        linear_span(&shrink, 0);
+    }
     for (long t = 0; t < count; t++) {
         void *y = at_mut(loop->y, (start + t) * loop->y_stride + part->first_output, loop->dt);
         if (loop->dt == F32) expand_row(shrunk + t * part->rank, part, y, F32);

@@ -49,10 +49,11 @@ enum { OK = 0, BAD_BLOCK = 1, BAD_SLOT = 2, BAD_POSITION = 3, BAD_META = 4 };
 
 int attention_run(const attention_args *args);
 
-/* One adapter's share of one projection: y[t, first_output + n] += (x[t] · aᵀ) · b[:, n] for rows [start, end).
- * a is [rank, dim], b is [rank, num_outputs]: both are read along their rows. */
+/* One adapter's share of one projection: y[t, first_output + n] = gain[n] · y[…] + shift[n] + (x[t] · aᵀ) · b[:, n] for
+ * rows [start, end). a is [rank, dim], b is [rank, num_outputs]: both are read along their rows. No gain is 1, no shift 0. */
 typedef struct {
     const void *a, *b;
+    const float *gain, *shift;
     long rank, start, end, first_output, num_outputs;
 } lora_part;
 

@@ -26,7 +26,7 @@ WINDOWS = (None, 8, None)
 HAS_ROPE = (True, True, False)
 Q, KV = SHAPE.num_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim
 M, F = SHAPE.model_dim, SHAPE.ffn_dim
-Pairs = dict[str, tuple[Tensor, Tensor]]
+Pairs = dict[str, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
 Caches = list[tuple[Tensor, Tensor]]
 
 
@@ -57,7 +57,11 @@ def _adapter(dtype: torch.dtype, rank: int) -> list[Pairs]:
     sizes = {"q_proj": (Q, M), "v_proj": (KV, M), "o_proj": (M, Q), "up_proj": (F, M), "down_proj": (M, F)}
 
     def pairs() -> Pairs:
-        return {n: (torch.randn(rank, i).to(dtype), torch.randn(o, rank).to(dtype)) for n, (o, i) in sizes.items()}
+        drawn = {n: (torch.randn(rank, i).to(dtype), torch.randn(o, rank).to(dtype)) for n, (o, i) in sizes.items()}
+        changes: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(sizes, (None, None))
+        changes["v_proj"], changes["down_proj"] = (torch.randn(KV), None), (torch.randn(M), torch.randn(M))
+        rankless = {"gate_proj": (torch.empty(0, M, dtype=dtype), torch.empty(F, 0, dtype=dtype), None, torch.randn(F))}
+        return {n: (*drawn[n], *changes[n]) for n in sizes} | rankless
 
     return [pairs() for _ in range(NUM_LAYERS)]
 

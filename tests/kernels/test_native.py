@@ -128,10 +128,27 @@ def test_lora_adds_each_adapter_to_its_rows_and_columns_alone(dtype: torch.dtype
     y = wide[:, 20:57]
     segments = [
         LoraSegment(1, 2, _random(8, 72, dtype=dtype, seed=2), _random(37, 8, dtype=dtype, seed=3)),
-        LoraSegment(4, 23, _random(3, 72, dtype=dtype, seed=4), _random(3, 37, dtype=dtype, seed=5).T),
+        LoraSegment(4, 21, _random(3, 72, dtype=dtype, seed=4), _random(3, 37, dtype=dtype, seed=5).T),
+        LoraSegment(
+            21,
+            22,
+            _random(3, 72, dtype=dtype, seed=4),
+            _random(37, 3, dtype=dtype, seed=5),
+            _random(37, dtype=torch.float32),
+        ),
+        LoraSegment(
+            22,
+            23,
+            x[:0],
+            _random(37, 0, dtype=dtype),
+            _random(37, dtype=torch.float32, seed=7),
+            _random(37, dtype=torch.float32, seed=6),
+        ),
     ]
     exact = before.double()
     for s in segments:
+        exact[s.start : s.end, 20:57] *= 1 if s.gain_N is None else s.gain_N
+        exact[s.start : s.end, 20:57] += 0 if s.shift_N is None else s.shift_N
         exact[s.start : s.end, 20:57] += x[s.start : s.end].double() @ s.a_RM.double().T @ s.b_NR.double().T
     assert native.lora_add_(y, x, segments)
     untouched = torch.ones(23, 90, dtype=torch.bool)

@@ -82,13 +82,15 @@ def test_attention_equals_dense_softmax(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lora_adds_segments_of_different_ranks_to_a_column_slice(dtype: torch.dtype) -> None:
-    x, wide = torch.randn(23, 72).to(dtype), torch.randn(23, 190).to(dtype)
+    x, wide, shift = torch.randn(23, 72).to(dtype), torch.randn(23, 190).to(dtype), torch.randn(137)
     segments = [
         LoraSegment(1, 2, torch.randn(8, 72).to(dtype), torch.randn(137, 8).to(dtype)),
         LoraSegment(4, 23, torch.randn(17, 72).to(dtype), torch.randn(17, 137).to(dtype).T),
+        LoraSegment(0, 1, torch.randn(0, 72).to(dtype), torch.randn(137, 0).to(dtype), None, shift),
         LoraSegment(23, 23, torch.randn(3, 72).to(dtype), torch.randn(137, 3).to(dtype)),
     ]
     expected = wide.float()
+    expected[:1, 20:157] += shift
     for s in segments:
         expected[s.start : s.end, 20:157] += (x[s.start : s.end].float() @ s.a_RM.float().T) @ s.b_NR.float().T
     triton_lora.lora_add_(wide[:, 20:157], x, segments)

@@ -13,10 +13,8 @@ from nearline.checkpoint_store.convert_types import Reporter
 from nearline.protocol.errors import UnsupportedCheckpoint
 
 _REFUSED = {
-    "use_dora": "DoRA",
     "modules_to_save": "whole modules beside LoRA (modules_to_save)",
     "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
-    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     "lora_bias": "a bias in B (lora_bias)",
     "target_parameters": "LoRA on bare parameters (target_parameters)",
     "layer_replication": "replicated layers (layer_replication)",
@@ -35,7 +33,7 @@ _KNOWN = {
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias", "use_rslora", "init_lora_weights",
     "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
-    "ensure_weight_tying",
+    "ensure_weight_tying", "use_dora", "fan_in_fan_out",
 }  # fmt: skip
 
 
@@ -46,6 +44,7 @@ class LoraSettings:
     r: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
@@ -65,8 +64,6 @@ def read_settings(config: Mapping[str, Any], reporter: Reporter) -> LoraSettings
     for field, feature in _REFUSED.items():
         if config.get(field):
             raise UnsupportedCheckpoint(f"the adapter uses {feature}, which is not served; train it without")
-    if config.get("bias", "none") != "none":
-        raise UnsupportedCheckpoint(f"the adapter trains biases (bias={config['bias']!r}); train with bias='none'")
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(_REFUSED_INITS):
         raise UnsupportedCheckpoint(
@@ -85,6 +82,7 @@ def _settings(config: Mapping[str, Any]) -> LoraSettings:
             r=int(config["r"]),
             alpha=float(config["lora_alpha"]),
             use_rslora=bool(config.get("use_rslora")),
+            use_dora=bool(config.get("use_dora")),
             rank_pattern={str(key): int(value) for key, value in (config.get("rank_pattern") or {}).items()},
             alpha_pattern={str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()},
         )

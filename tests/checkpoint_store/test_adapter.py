@@ -161,11 +161,8 @@ def test_an_adapter_whose_b_is_still_zero_is_served(root: Path, base: Digest, ma
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_dora": True}, "DoRA"),
-        ({"bias": "lora_only"}, "bias='lora_only'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "initialised by pissa_niter_4, which also changes the base"),
@@ -184,6 +181,37 @@ def test_a_feature_that_is_not_served_is_named(
     source = make(r=2)
     edit_json(source / "adapter_config.json", **changes)
     assert words in refused(root, source, base, UnsupportedCheckpoint)
+
+
+def test_a_magnitude_without_dora_and_dora_without_magnitude_are_refused(
+    root: Path, base: Digest, make: Callable[..., Path]
+) -> None:
+    plain, dora = make(r=2), make(seed=1, r=2, use_dora=True)
+    edit_json(plain / "adapter_config.json", use_dora=True)
+    edit_json(dora / "adapter_config.json", use_dora=False)
+    assert "has no magnitude, adapter_config.json says DoRA" in refused(root, plain, base, AdapterMismatch)
+    assert "has a magnitude, adapter_config.json says no DoRA" in refused(root, dora, base, AdapterMismatch)
+
+
+def test_a_bias_or_magnitude_the_base_has_no_place_for_is_refused(
+    root: Path, base: Digest, make: Callable[..., Path]
+) -> None:
+    source = make(r=2, use_dora=True)
+    weights, name = read_raw(source / WEIGHTS), KEY.format("A").removesuffix(".lora_A.weight")
+    write_raw(source / WEIGHTS, weights | {f"{name}.base_layer.bias": f32(64)})
+    assert "has a trained bias, the base has none there" in refused(root, source, base, AdapterMismatch)
+    write_raw(source / WEIGHTS, weights | {f"{name}.lora_magnitude_vector": f32(32)})
+    assert "magnitude_vector of (32,); the base's weight is (64, 64)" in refused(root, source, base, AdapterMismatch)
+    write_raw(source / WEIGHTS, weights | {f"{name}.lora_magnitude_vector": f32(64, fill=float("nan"))})
+    assert "holds NaN or infinity" in refused(root, source, base, CheckpointCorrupt)
+
+
+def test_an_extended_vocabulary_is_refused_with_both_sizes(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    for table in ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.base_layer.weight"):
+        source = make(r=2)
+        write_raw(source / WEIGHTS, read_raw(source / WEIGHTS) | {table: f32(275, 64)})
+        message = refused(root, source, base, UnsupportedCheckpoint)
+        assert "has 275 tokens, the base 272" in message
 
 
 @pytest.mark.parametrize("modules", [["embed_tokens"], ["q_proj", "lm_head"]])

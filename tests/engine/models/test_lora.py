@@ -1,5 +1,6 @@
 """Adapters against peft, imported and loaded the way a node does it."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "attention only": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj"]},
     "some layers": {"r": 8, "lora_alpha": 4, "target_modules": ["up_proj", "o_proj"], "layers_to_transform": [0, 2]},
     "all-linear": {"r": 5, "lora_alpha": 10, "target_modules": "all-linear"},
+    "regex": {"r": 4, "lora_alpha": 8, "target_modules": r".*layers\.[01]\..*\.(q|down)_proj"},
+    "excluded": {"r": 4, "lora_alpha": 8, "target_modules": ALL, "exclude_modules": r".*layers\.1\..*|.*\.k_proj"},
+    "fan in fan out": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "fan_in_fan_out": True},
+    "DoRA": {"r": 4, "lora_alpha": 8, "target_modules": ALL, "use_dora": True},
+    "DoRA with rsLoRA": {"r": 4, "lora_alpha": 6, "target_modules": ["v_proj", "down_proj"], "use_dora": True,
+                         "use_rslora": True},
 }  # fmt: skip
 
 
@@ -91,6 +98,43 @@ def test_an_adapter_equals_peft(form: str, fleet: Fleet, prompt: Any) -> None:
     ours = fleet.harness.logits(tokens, chunk=16, adapter=fleet.digests[form])
     torch.testing.assert_close(ours, fleet.oracle(form, tokens), atol=1e-4, rtol=0)
     assert (ours - fleet.oracle(None, tokens)).abs().max() > 0.1, "the adapter changes nothing: a vacuous test"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bias": "lora_only", "target_modules": ["q_proj", "down_proj"]},
+        {"bias": "all", "target_modules": ["q_proj", "down_proj"]},
+        {"bias": "all", "target_modules": ALL, "use_dora": True},
+        {"bias": "none", "target_modules": ALL, "use_dora": True},
+    ],
+)
+def test_trained_biases_and_magnitudes_over_biases_are_pefts(
+    settings: dict[str, Any], tiny_model: Callable[..., Any], bind: Callable[..., Any], prompt: Any, tmp_path: Path,
+    tiny_tokenizer_json: dict[str, Any],
+) -> None:  # fmt: skip
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("Llama", vocab_size=259, attention_bias=True, mlp_bias=True)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json))
+    base = import_checkpoint(tmp_path, CheckpointKind.MODEL, str(tmp_path / "base")).digest
+    harness, tokens = bind(model), prompt(20)
+    unadapted = harness.logits(tokens)
+    peft: Any = get_peft_model(copy.deepcopy(model), LoraConfig(r=4, lora_alpha=8, **settings))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0.1, 0.15)
+    peft.save_pretrained(tmp_path / "adapter")
+    digest = import_checkpoint(tmp_path, CheckpointKind.ADAPTER, str(tmp_path / "adapter"), base).digest
+    directory = tmp_path / "checkpoints" / digest
+    harness.runner.adapters.load(digest, load_directory(directory, "cpu"), directory)
+    with torch.inference_mode():
+        expected = peft(torch.tensor([tokens])).logits[0]
+    mixed = harness.logits_together([harness.sequence(tokens, adapter=digest), harness.sequence(tokens)])
+    torch.testing.assert_close(mixed[0], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(mixed[1], unadapted, atol=1e-5, rtol=0)
+    assert (expected - unadapted).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

@@ -1,0 +1,110 @@
+"""Which module each tensor of a PEFT adapter belongs to, and whether it fits the base. Refuses what is not served."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nearline.checkpoint_store.adapter_config import LoraSettings
+from nearline.checkpoint_store.numbers import DTYPES
+from nearline.checkpoint_store.safetensors_file import StoredTensor
+from nearline.protocol.errors import AdapterMismatch, CheckpointCorrupt, UnsupportedCheckpoint
+
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:model\.)?(?P<path>layers\.(?P<layer>\d+)\."
+    r"(?:self_attn\.[qkvo]|mlp\.(?:gate|up|down))_proj))\."
+    r"(?:lora_(?P<part>[AB]|magnitude_vector)(?:\.(?!weight$)\w+)?(?:\.weight)?|(?:base_layer\.)?(?P<bias>bias))"
+)
+_TABLE = re.compile(r"(?:base_model\.model\.)?(?:model\.)?(?P<table>embed_tokens|lm_head)\..+")
+
+
+@dataclass(slots=True)
+class AdapterModule:
+    """One target of the adapter: its tensors by part ("A", "B", "magnitude_vector", "bias").
+
+    `peft_name` is what peft's patterns are matched against.
+    """
+
+    name: str
+    peft_name: str
+    layer: int
+    parts: dict[str, StoredTensor] = field(default_factory=dict)
+
+    def check(self, base: tuple[int, ...], has_bias: bool, settings: LoraSettings) -> int:
+        """Return the rank, 0 for a mere bias. Raises AdapterMismatch where parts, shapes or rank contradict."""
+        for part, tensor in self.parts.items():
+            if tensor.entry.dtype not in DTYPES:
+                where = f"{tensor.path}: {tensor.entry.name!r}"
+                raise UnsupportedCheckpoint(f"{where} is {tensor.entry.dtype}; save it as F32, F16 or BF16")
+            shape = tensor.entry.shape
+            if part in ("bias", "magnitude_vector") and shape not in ((base[0],), (base[0], 1)):
+                raise AdapterMismatch(
+                    f"{tensor.path}: {self.name!r} has a {part} of {shape}; the base's weight is {base}, which needs "
+                    f"({base[0]},); was it trained on another model?"
+                )
+        if "bias" in self.parts and not has_bias:
+            raise AdapterMismatch(
+                f"{self.parts['bias'].path}: {self.name!r} has a trained bias, the base has none there; was it trained "
+                "on another model?"
+            )
+        return self._check_pair(base, settings) if self.parts.keys() - {"bias"} else 0
+
+    def _check_pair(self, base: tuple[int, ...], settings: LoraSettings) -> int:
+        path = next(iter(self.parts.values())).path
+        for part, other in ("AB", "BA"):
+            if part not in self.parts:
+                found = f"lora_{other}" if other in self.parts else "a magnitude"
+                raise AdapterMismatch(f"{path}: {self.name!r} has {found} but no lora_{part}; save the adapter again")
+        a, b = self.parts["A"].entry.shape, self.parts["B"].entry.shape
+        rank, expected = a[0] if a else 0, settings.rank(self.peft_name)
+        if a != (rank, base[1]) or b != (base[0], rank) or rank == 0:
+            raise AdapterMismatch(
+                f"{path}: {self.name!r} has A {a} and B {b}; the base's weight is {base}, which needs "
+                f"A (r, {base[1]}) and B ({base[0]}, r); was it trained on another model?"
+            )
+        if rank != expected:
+            raise AdapterMismatch(
+                f"{path}: {self.name!r} has rank {rank}, adapter_config.json says {expected}; which scaling is meant "
+                "cannot be known"
+            )
+        if settings.use_dora != ("magnitude_vector" in self.parts):
+            has, says = ("no magnitude", "DoRA") if settings.use_dora else ("a magnitude", "no DoRA")
+            raise AdapterMismatch(f"{path}: {self.name!r} has {has}, adapter_config.json says {says}; save it again")
+        return rank
+
+
+def adapter_modules(weights: Mapping[str, StoredTensor], vocab_size: int) -> dict[str, AdapterModule]:
+    """Group an adapter's tensors by the module they change.
+
+    Raises UnsupportedCheckpoint for a tensor that changes what is not served, CheckpointCorrupt for one twice there.
+    """
+    modules: dict[str, AdapterModule] = {}
+    for key, tensor in weights.items():
+        match = _TENSOR.fullmatch(key)
+        if match is None:
+            raise _refusal(key, tensor, vocab_size)
+        name, part = f"model.{match['path']}", match["part"] or match["bias"]
+        module = modules.setdefault(name, AdapterModule(name, match["module"], int(match["layer"])))
+        if part in module.parts:
+            raise CheckpointCorrupt(f"{tensor.path}: lora_{part} of {name!r} is there twice ({key!r})")
+        module.parts[part] = tensor
+    return modules
+
+
+def _refusal(key: str, tensor: StoredTensor, vocab_size: int) -> UnsupportedCheckpoint:
+    table, shape = _TABLE.fullmatch(key), tensor.entry.shape
+    if table is None:
+        return UnsupportedCheckpoint(
+            f"{tensor.path}: tensor {key!r} is not LoRA on q, k, v, o, gate, up or down projections, which is what "
+            "is served; train the adapter on those modules"
+        )
+    rows = shape[1 if key.endswith("lora_embedding_A") and len(shape) > 1 else 0] if shape else 0
+    is_table = len(shape) == 2 and not key.endswith(("lora_A.weight", "lora_embedding_B"))
+    if is_table and rows != vocab_size:
+        return UnsupportedCheckpoint(
+            f"{tensor.path}: tensor {key!r} has {rows} tokens, the base {vocab_size}: an adapter with an extended "
+            "vocabulary is not served; merge it and add the result as a model"
+        )
+    return UnsupportedCheckpoint(
+        f"{tensor.path}: tensor {key!r} changes {table['table']}, which is not served; train without it in "
+        "target_modules and modules_to_save, or merge the adapter and add the result as a model"
+    )

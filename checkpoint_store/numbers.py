@@ -1,0 +1,39 @@
+"""Tensors of a file as float32 numbers, for the few sums an import needs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from nearline.checkpoint_store.safetensors_file import StoredTensor
+from nearline.protocol.errors import CheckpointCorrupt
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+DTYPES: dict[str, tuple[Any, int]] = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+}
+"""Integer view of each dtype and its exponent bits: all ones means NaN or infinity."""
+
+
+def finite_blocks(tensor: StoredTensor) -> Iterator[memoryview]:
+    """Read a tensor in blocks. Raises CheckpointCorrupt at the first that holds NaN or infinity."""
+    view, exponent = DTYPES[tensor.entry.dtype]
+    for block in tensor.blocks():
+        if (np.frombuffer(block, view) & view(exponent) == exponent).any():
+            raise CheckpointCorrupt(
+                f"{tensor.path}: tensor {tensor.entry.name!r} holds NaN or infinity; the training diverged or "
+                "the file is damaged"
+            )
+        yield block
+
+
+def read_float32(tensor: StoredTensor) -> Floats:
+    """Read a whole tensor of a dtype in DTYPES. Raises CheckpointCorrupt where it is not finite."""
+    raw = b"".join(bytes(block) for block in finite_blocks(tensor))
+    if tensor.entry.dtype == "BF16":
+        widened = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
+        return widened.view(np.float32).reshape(tensor.entry.shape)
+    stored = np.frombuffer(raw, np.float16 if tensor.entry.dtype == "F16" else np.float32)
+    return stored.astype(np.float32).reshape(tensor.entry.shape)

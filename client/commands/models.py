@@ -15,6 +15,7 @@ model = typer.Typer(no_args_is_help=True, help="Register, list and remove models
 adapter = typer.Typer(no_args_is_help=True, help="Register, list and remove LoRA adapters.")
 
 BAR = (TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+Replace = Annotated[bool, typer.Option("--replace", help="Take a name that is in use; what it named goes.")]
 Name = Annotated[str, typer.Argument(help="The name people will call; it may contain '/'.")]
 Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, an http(s) URL, or hub:org/name[@revision].")]
 
@@ -29,15 +30,15 @@ def add_model(
     min_replicas: Annotated[int | None, typer.Option(help="Instances kept even when idle.")] = None,
     max_replicas: Annotated[int | None, typer.Option(help="Instances at most.")] = None,
     no_convert: Annotated[bool, typer.Option("--no-convert", help="Serve a local safetensors file as it is.")] = False,
+    replace: Replace = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
     """Import a model into the store and make it callable."""
     wishes = {"keep_alive_s": keep_alive, "min_replicas": min_replicas, "max_replicas": max_replicas}
-    body = {"name": name, "source": ("as-is:" if no_convert else "") + absolute(source)} | {
-        k: v for k, v in wishes.items() if v is not None
-    }
+    where = f"as-is:{absolute(source)}" if no_convert else absolute(source)
+    body = {"name": name, "source": where, "replace": replace} | {k: v for k, v in wishes.items() if v is not None}
     with connected(url, api_key, as_json) as client:
         registered = register(client, "models", body, is_quiet=as_json)
         if as_json:
@@ -51,13 +52,14 @@ def add_adapter(
     name: Name,
     source: Annotated[str, typer.Argument(help="A PEFT directory, an http(s) URL, or hub:org/name[@revision].")],
     base: Annotated[str, typer.Option(help="The registered model it was trained on.")],
+    replace: Replace = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
     """Import a LoRA adapter and make it callable by its own name."""
     with connected(url, api_key, as_json) as client:
-        body = {"name": name, "base": base, "source": absolute(source)}
+        body = {"name": name, "base": base, "source": absolute(source), "replace": replace}
         registered = register(client, "adapters", body, is_quiet=as_json)
         if as_json:
             print_json(registered)

@@ -14,7 +14,7 @@ from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import bytes_by_tier, startup
 from nearline.controller.machines import MachineDesk
-from nearline.controller.policy import scaling
+from nearline.controller.policy import patience, scaling
 from nearline.controller.policy.placement import Need, NoPlace, Placement, place
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.requests import RequestDesk
@@ -23,6 +23,7 @@ from nearline.protocol import InstanceId, InstanceSpec, Seconds
 from nearline.protocol.errors import ErrorInfo, NodeLost, OutOfMemory
 
 _STARVED, _BELOW_MINIMUM, _GROWING = range(3)
+_PATIENCE_STEP_S = 0.1
 
 
 class CapacityDesk:
@@ -113,6 +114,8 @@ class CapacityDesk:
             self._no_place(model, found, now)
             return False
         model.unplaceable_since = None
+        if self._is_patient(model, need, found, now):
+            return False
         model.wait_reason = found.reason
         for instance_id in found.victims:
             instance = self._fleet.instances[instance_id]
@@ -123,6 +126,19 @@ class CapacityDesk:
             self._preload(model, found)
             return False
         self._start(model, found, now)
+        return True
+
+    def _is_patient(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> bool:
+        """Wait for a slot near the bytes if that is sooner, but never beyond the model's wait bound."""
+        max_wait_s = self._max_wait_s(model)
+        if model.starved_since is None or now >= model.starved_since + max_wait_s:
+            return False
+        free_at = partial(patience.free_at, now=now, config=self._config, max_wait_s=max_wait_s)
+        soon = patience.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
+        if soon is None:
+            return False
+        model.wait_reason = f"a slot on {soon.node_id}, which has its bytes in DRAM, is sooner than reading them again"
+        self._replan_by(min(max(soon.at, now + _PATIENCE_STEP_S), model.starved_since + max_wait_s))
         return True
 
     def _need(self, model: ModelRecord) -> Need:

@@ -51,6 +51,12 @@ def bytes_by_tier(node: NodeView, digest: Digest, num_bytes: Bytes) -> tuple[Byt
     return dram, stored - dram, num_bytes - stored
 
 
+def displaced_s(node: NodeView, digest: Digest, num_bytes: Bytes) -> Seconds:
+    """Estimate what a start costs others: the time to read again what it pushes out of a DRAM that is full."""
+    _, ssd, remote = bytes_by_tier(node, digest, num_bytes)
+    return max(0, ssd + remote - node.report.dram_free_bytes) / _rate(node, Tier.SSD)
+
+
 def start_s(model: ModelView, nodes: Iterable[NodeView], now: Seconds) -> Seconds:
     """Estimate how soon a model without a usable instance may have one: at best, if a slot is free for it."""
     coming = [i.created_at + i.estimate_s - now for i in model.instances.values() if i.is_live and not i.is_usable]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from nearline.controller.config import CoreConfig
-from nearline.controller.estimate import startup
+from nearline.controller.estimate import displaced_s, startup
 from nearline.controller.policy.views import InstanceView, NodeView
 from nearline.protocol import Bytes, DeviceInfo, Digest, InstanceId, NodeId, Seconds
 
@@ -154,7 +154,7 @@ def _cost(
     node: NodeView, device: DeviceInfo, need: Need, leaving: list[InstanceView], now: Seconds, config: CoreConfig
 ) -> tuple[Seconds, Placement]:
     start = startup(node, need.digest, need.num_bytes, now)
-    free_s, damage, victims = 0.0, 0.0, []
+    free_s, damage, victims = 0.0, displaced_s(node, need.digest, need.num_bytes), []
     for instance in leaving:
         remaining_s = max(0.0, instance.stop_by - now) if instance.is_stopping else config.swap_drain_s
         free_s = max(free_s, remaining_s if instance.in_flight else config.stop_s)

@@ -1,0 +1,66 @@
+"""Whether to wait for a slot near the bytes instead of reading them again somewhere else. Pure.
+
+Starting at once on any node that has a slot looks soonest to each model by itself. But every read from disk pushes
+other models' bytes out of that node's DRAM and makes the next reads queue, so a fleet that never waits works from disk
+although its DRAM could hold everything. Waiting is worth it while a slot on a node that has the bytes in DRAM should
+come free early enough to start sooner there.
+Source: [serverlessllm] compares nodes by start-up time only; our own simulation (benchmarks/evidence/placement.md).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import log
+
+from nearline.controller.config import CoreConfig
+from nearline.controller.estimate import displaced_s, startup
+from nearline.controller.policy.placement import Need, Placement
+from nearline.controller.policy.scaling import residence_ends_at
+from nearline.controller.policy.views import InstanceView, NodeView
+from nearline.protocol import Digest, NodeId, Seconds, Tier
+
+_MARGIN = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Soon:
+    """A slot on a node that has the bytes in DRAM should be free at `at`."""
+
+    node_id: NodeId
+    at: Seconds
+
+
+def worth_waiting(
+    nodes: Iterable[NodeView], need: Need, found: Placement, free_at: Callable[[InstanceView], Seconds], now: Seconds
+) -> Soon | None:
+    """Name the slot to wait for, or None if `found` is the best there is."""
+    everywhere = list(nodes)
+    best: Soon | None = None
+    others_s = sum(displaced_s(n, need.digest, need.num_bytes) for n in everywhere if n.node_id == found.node_id)
+    best_s = _MARGIN * found.estimate_s + others_s
+    for node in everywhere:
+        if not node.is_connected or not _has_in_dram(node, need.digest) or node.node_id in need.avoid:
+            continue
+        if node.node_id == found.node_id:
+            return None
+        at = min((free_at(instance) for instance in node.instances.values()), default=now)
+        total_s = max(0.0, at - now) + startup(node, need.digest, need.num_bytes, now).total_s
+        if total_s < best_s:
+            best, best_s = Soon(node.node_id, at), total_s
+    return best
+
+
+def free_at(instance: InstanceView, now: Seconds, config: CoreConfig, max_wait_s: Seconds) -> Seconds:
+    """Estimate when an instance may leave its slot: idle by then, and its residence over."""
+    if instance.is_stopping:
+        return instance.stop_by if instance.in_flight else now + config.stop_s
+    model = instance.model
+    if model.queue.num_waiting or model.num_live <= model.spec.min_replicas:
+        return float("inf")
+    num_running = len(instance.in_flight)
+    idle_at = now + (model.service_s * (1.0 + log(num_running)) if num_running else 0.0)
+    return max(idle_at, residence_ends_at(instance, config, max_wait_s)) + config.stop_s
+
+
+def _has_in_dram(node: NodeView, digest: Digest) -> bool:
+    row = node.residency.get(digest)
+    return row is not None and row.dram_bytes >= row.num_bytes and node.bandwidth(Tier.DRAM) > 0

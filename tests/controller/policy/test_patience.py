@@ -1,0 +1,64 @@
+"""Waiting for a slot near the bytes: a table of situations, and the bound through the core."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from nearline.controller import actions as do
+from nearline.controller import events as happened
+from nearline.controller.policy.patience import Soon, worth_waiting
+from nearline.controller.policy.placement import Need, Placement
+from nearline.controller.state import NodeRecord
+from nearline.protocol import Digest, NodeId
+from tests.controller.fleets import GB, World, model, report, resident
+
+NEED = Need(Digest("d"), 10 * GB)
+FAR = Placement(NodeId("far"), 0, 5.05, (), (), "starts from ssd")
+
+
+def node(name: str, dram_bytes: int, free_bytes: int = 32 * GB) -> NodeRecord:
+    made = NodeRecord(report(name, residency=(resident("d", 10 * GB, dram_bytes),), dram_free_bytes=free_bytes))
+    made.apply(made.report)
+    return made
+
+
+TABLE = [
+    ("a near slot comes free soon", 1.0, 32 * GB, True),
+    ("it comes free too late", 8.0, 32 * GB, False),
+    ("late, but reading again would push out what others need", 8.0, 0, True),
+    ("never", float("inf"), 0, False),
+]
+
+
+@pytest.mark.parametrize(("what", "free_in_s", "free_bytes", "expected"), TABLE, ids=[row[0] for row in TABLE])
+def test_it_is_worth_waiting(what: str, free_in_s: float, free_bytes: int, expected: bool) -> None:
+    near, far = node("near", 10 * GB), node("far", 0, free_bytes)
+    near.instances["x"] = SimpleNamespace(is_acknowledged=True)  # type: ignore[index, assignment]
+    soon = worth_waiting([near, far], NEED, FAR, lambda _: 100.0 + free_in_s, 100.0)
+    assert (soon == Soon(NodeId("near"), 100.0 + free_in_s)) is expected
+
+
+def test_a_place_that_has_the_bytes_itself_is_taken_at_once() -> None:
+    here = replace(FAR, node_id=NodeId("near"))
+    assert worth_waiting([node("near", 10 * GB), node("other", 10 * GB)], NEED, here, lambda _: 0.0, 0.0) is None
+
+
+def test_through_the_core_a_model_waits_for_its_node_but_never_beyond_its_wait_bound() -> None:
+    w = World()
+    for name in ("a", "b"):
+        w.post(happened.ModelAdded(model(name, num_bytes=20 * GB)))
+    rows = (resident("digest-of-a", 20 * GB, 20 * GB), resident("digest-of-b", 20 * GB, 20 * GB))
+    w.add_node(report("n1", residency=rows))
+    w.arrive("r1", "a")
+    w.start_all()
+    w.token("r1")
+    w.add_node(report("n2", residency=(resident("digest-of-b", 20 * GB),)))  # 10 s to read
+    w.take(do.EnsureInstance)
+    w.arrive("r2", "b")
+    assert w.take(do.EnsureInstance) == [], "n1 has the bytes in DRAM and should be free soon"
+    w.sleep(9.9)
+    assert w.take(do.EnsureInstance) == []
+    w.sleep(0.2)
+    (start,) = w.take(do.EnsureInstance)
+    assert start.node_id == "n2", "r1 still runs after half the target of 20 s"

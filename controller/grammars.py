@@ -25,7 +25,7 @@ async def check_grammar(grammar: Grammar, param: str) -> None:
         raise InvalidRequest(
             f"{param} has {len(grammar.source)} characters; at most {MAX_CHARS} can be compiled", param=param
         )
-    problem = await asyncio.to_thread(_problem, grammar)
+    problem = await asyncio.to_thread(_contained_problem, grammar)
     if problem:
         raise InvalidRequest(f"{param}: {problem}", param=param)
 
@@ -33,6 +33,15 @@ async def check_grammar(grammar: Grammar, param: str) -> None:
 def choice_grammar(choices: list[str]) -> Grammar:
     """One of these texts and nothing else."""
     return Grammar(GrammarKind.LARK, "start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def _contained_problem(grammar: Grammar) -> str:
+    try:
+        return _problem(grammar)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as panic:  # of the library: no Exception
+        return f"it cannot be compiled: {panic}"
 
 
 def _problem(grammar: Grammar) -> str:

@@ -4,10 +4,12 @@ llguidance is optional here: an engine without it refuses requests that bring a 
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +26,8 @@ except ImportError:
     llguidance = None
 
 Mask = NDArray[np.bool_]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 WHITESPACE = r"[ \n\r\t]{1,40}"
 """Between JSON's tokens. Without a limit a model that likes line feeds writes nothing else until max_tokens."""
@@ -31,6 +35,21 @@ MAX_COMPILED = 64
 MAX_LEXER_STATES = 50_000
 """Per grammar; a state takes one or two kilobytes."""
 MAX_SYMBOLS = 100_000
+
+
+def _contained(method: Callable[P, R]) -> Callable[P, R]:
+    """Turn a panic of the library, which is no Exception, into the error of the request that caused it."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as panic:
+            raise InvalidRequest(f"llguidance failed on this grammar: {panic}", param="grammar") from None
+
+    return call
 
 
 @dataclass(slots=True)
@@ -58,6 +77,7 @@ class Grammars:
         """Say whether a sequence of this grammar can start without compiling anything."""
         return grammar in self._compiled
 
+    @_contained
     def compile(self, grammar: Grammar) -> Any:
         """Return a matcher that has seen nothing. What is compiled already waits for no other grammar.
 
@@ -74,6 +94,7 @@ class Grammars:
                     del self._compiled[next(iter(self._compiled))]
         return matcher
 
+    @_contained
     def allowed(self, sequence: Sequence, position: int) -> Mask:
         """Say which tokens may stand at `position`. Shapes: [V]. Raises InvalidRequest when the grammar gives up."""
         progress = self._at(sequence, position)
@@ -82,6 +103,7 @@ class Grammars:
         mask = np.unpackbits(bits, count=min(self._vocab_size, 8 * len(bits)), bitorder="little").astype(np.bool_)
         return np.pad(mask, (0, self._vocab_size - len(mask)))
 
+    @_contained
     def completes(self, sequence: Sequence, token_id: int) -> bool:
         """Take in the token chosen for the position just asked for; say whether nothing may follow it."""
         progress = self._progress[sequence]

@@ -188,3 +188,18 @@ def test_compiled_grammars_are_forgotten_when_there_are_many(tokenizer: Path) ->
         grammars.compile(one)
     assert sum(grammars.has(one) for one in many) == module.MAX_COMPILED
     assert grammars.has(many[-1])
+
+
+def test_a_panic_of_the_library_is_the_error_of_its_request(
+    tokenizer: Path, harness: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """What Rust's panics become in Python."""
+
+    def panic(_: Grammar) -> str:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(module, "_source", panic)
+    first, second = harness.step([harness.sequence(prompt(5), sampling(REGEX)), harness.sequence(prompt(5))])
+    assert "index out of bounds" in first.error.message
+    assert second.error is None

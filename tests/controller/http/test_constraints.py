@@ -71,6 +71,19 @@ async def test_a_job_with_a_bad_grammar_is_refused_when_it_is_submitted(front: F
     assert (status, answer["error"]["param"]) == (400, "guided_regex")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, 5])
+async def test_forced_tool_calls_are_refused_clearly(front: FrontDoor, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = PATHS["/v1/chat/completions"] | {"tools": tools, "max_tokens": 1}
+    status, answer, _ = await front.post("/v1/chat/completions", body | {"tool_choice": choice})
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    assert "forced tool call" in answer["error"]["message"]
+    assert not front.runtime.handles
+    for allowed in ("auto", "none", None):
+        status, _, _ = await front.post("/v1/chat/completions", body | {"tool_choice": allowed})
+        assert status == 200
+
+
 async def test_a_deeply_nested_body_is_refused_and_the_door_stays_open(front: FrontDoor) -> None:
     deep = '{"properties":{"a":' * 2000 + "{}" + "}}" * 2000
     body = (

@@ -25,7 +25,7 @@ from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.publish import CHECKPOINTS
 from nearline.checkpoint_store.publish_digest import verify_checkpoint
 from nearline.protocol import Bytes, CheckpointKind, Digest, from_plain, to_plain
-from nearline.protocol.errors import Cancelled, ErrorInfo, NotFound
+from nearline.protocol.errors import Cancelled, ErrorInfo, InvalidRequest, NotFound
 
 _PROGRESS_INTERVAL_S = 0.1
 
@@ -110,11 +110,23 @@ def _run(options: argparse.Namespace, reporter: Reporter) -> Any:
     root = Path(options.root)
     if options.command == "import":
         base = Digest(options.base) if options.base else None
-        return import_checkpoint(root, CheckpointKind(options.kind), options.source, base, reporter).info
+        try:
+            return import_checkpoint(root, CheckpointKind(options.kind), options.source, base, reporter).info
+        except OSError as error:
+            raise _of_source(error, root) from error
     directory = root / CHECKPOINTS / options.digest
     if "/" in options.digest or not directory.is_dir():
         raise NotFound(f"{root} holds no checkpoint {options.digest!r}")
     return verify_checkpoint(directory, reporter).info
+
+
+def _of_source(error: OSError, root: Path) -> Exception:
+    """Tell a file of the source that cannot be read, which is the caller's to mend, from one of the store."""
+    name = error.filename if isinstance(error.filename, str) else ""
+    if not name or Path(name).absolute().is_relative_to(root.absolute()):
+        return error
+    cure = "the node agent must be able to read every file of a source"
+    return InvalidRequest(f"cannot read {name[:300]}: {error.strerror}; {cure}", param="source")
 
 
 def _cancel(number: int, frame: FrameType | None) -> NoReturn:

@@ -14,7 +14,14 @@ from typing import Any
 
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.downloads import FileFetcher, download_folder
-from nearline.protocol.errors import CheckpointCorrupt, Fault, Forbidden, InvalidRequest, NearlineError
+from nearline.protocol.errors import (
+    CheckpointCorrupt,
+    Fault,
+    Forbidden,
+    InvalidRequest,
+    NearlineError,
+    SourceUnavailable,
+)
 
 _ALLOWED = ("*.json", "*.jinja", "*.safetensors")
 _IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
@@ -39,8 +46,8 @@ def from_hub(name: str, root: Path, reporter: Reporter) -> Iterator[Path]:
     """Give the files of `org/name[@revision]` for the time of an import: from the hub's local cache if they are all
     there, else fetched below `root`, every large file checked against the hub's sha256.
 
-    Raises InvalidRequest, Forbidden, StorageFull, CheckpointCorrupt or Fault saying what the hub answered and what to
-    do.
+    Raises InvalidRequest, Forbidden, StorageFull, CheckpointCorrupt, SourceUnavailable or Fault saying what the hub
+    answered and what to do.
     """
     from huggingface_hub import constants  # not needed for local sources, nor installed on a bare GPU box
 
@@ -138,4 +145,6 @@ def _explain(error: BaseException, repo_id: str, revision: str) -> NearlineError
     if status in (401, 403):
         return Forbidden(f"{where}: the hub refuses this HF_TOKEN ({status}); make a new one that may read it")
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return Fault(f"{where} cannot be fetched: {reason}; check the network, or give a local directory", param="source")
+    return SourceUnavailable(
+        f"{where} cannot be fetched: {reason}; check the network, or give a local directory", param="source"
+    )

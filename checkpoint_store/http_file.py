@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nearline.protocol import Bytes, Seconds
-from nearline.protocol.errors import Fault, Forbidden, InvalidRequest, NearlineError, StorageFull
+from nearline.protocol.errors import Forbidden, InvalidRequest, NearlineError, SourceUnavailable, StorageFull
 
 TIMEOUT_S: Seconds = 30.0
 NUM_TRIES = 5
@@ -45,7 +45,7 @@ class HttpFile:
         """Fetch the file, going on where an earlier fetch broke off; False if the server has no such file (404).
 
         A part is continued only if the server proves by its ETag or date that the file is still the same.
-        Raises Forbidden, InvalidRequest, StorageFull or Fault naming URL, cause and cure.
+        Raises Forbidden, InvalidRequest, StorageFull or SourceUnavailable naming URL, cause and cure.
         """
         num_fruitless = 0
         while not self.target.exists():
@@ -66,7 +66,7 @@ class HttpFile:
                 continue
             num_fruitless = 0 if self._num_done() > before else num_fruitless + 1
             if num_fruitless >= NUM_TRIES:
-                raise Fault(
+                raise SourceUnavailable(
                     f"{self.url} cannot be fetched: {reason}; {self._num_done()} bytes are kept, import again to go on",
                     param="source",
                 )

@@ -35,6 +35,14 @@ def locate(source: str) -> Path:
 
     Raises InvalidRequest (param `source`) naming what was tried.
     """
+    try:
+        return _locate(source)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"cannot read {source[:300]}: {reason}; a source is {_FORMS}", param="source") from None
+
+
+def _locate(source: str) -> Path:
     path = _local_path(source)
     if path.is_dir():
         return _within(path)

@@ -12,7 +12,8 @@ NearlineError
 │   ├── Overloaded, RateLimited, StartTimeout
 │   └── SloUnattainable, DeadlineExceeded   a retry cannot help before the deadline
 └── Fault                     ours
-    └── InstanceFailed, NodeLost, OutOfMemory, StorageFull, StateUnavailable, Cancelled
+    ├── CheckpointUnreadable    bad bytes, met while serving
+    └── InstanceFailed, NodeLost, OutOfMemory, StorageFull, StateUnavailable, SourceUnavailable, Cancelled
 
 Every error is one row of `ERRORS`; a test checks that the table is complete.
 """
@@ -101,6 +102,9 @@ class Fault(NearlineError): ...
 class InstanceFailed(Fault): ...
 
 
+class CheckpointUnreadable(Fault): ...
+
+
 class NodeLost(Fault): ...
 
 
@@ -111,6 +115,9 @@ class StorageFull(Fault): ...
 
 
 class StateUnavailable(Fault): ...
+
+
+class SourceUnavailable(Fault): ...
 
 
 class Cancelled(Fault): ...
@@ -151,10 +158,12 @@ ERRORS: dict[type[NearlineError], ErrorRow] = {
     DeadlineExceeded: ErrorRow("deadline_exceeded", 504, _OURS, False),
     Fault: ErrorRow("fault", 500, _OURS, True),
     InstanceFailed: ErrorRow("instance_failed", 500, _OURS, True),
+    CheckpointUnreadable: ErrorRow("checkpoint_unreadable", 500, _OURS, True),
     NodeLost: ErrorRow("node_lost", 503, _OURS, True),
     OutOfMemory: ErrorRow("out_of_memory", 507, _OURS, False),
     StorageFull: ErrorRow("storage_full", 507, _OURS, False),
     StateUnavailable: ErrorRow("state_unavailable", 503, _OURS, True),
+    SourceUnavailable: ErrorRow("source_unavailable", 503, _OURS, True),
     Cancelled: ErrorRow("cancelled", 499, _OURS, False),
 }
 
@@ -176,6 +185,14 @@ class ErrorInfo:
         if isinstance(error, NearlineError):
             return cls(error.code, error.message, error.param, error.retry_after_s)
         return cls(ERRORS[NearlineError].code, f"{type(error).__name__}: {error}")
+
+    def while_serving(self, digest: str) -> "ErrorInfo":
+        """The same as whoever only wanted an answer should hear it: bad bytes are no fault of theirs, and another node
+        may have good ones."""
+        if self.code != ERRORS[CheckpointCorrupt].code:
+            return self
+        text = f"checkpoint {digest} cannot be read here: {self.message}"
+        return ErrorInfo(ERRORS[CheckpointUnreadable].code, text, self.param, self.retry_after_s)
 
     def exception(self) -> NearlineError:
         cls = _BY_CODE.get(self.code, NearlineError)

@@ -16,6 +16,7 @@ from nearline.protocol.errors import InvalidRequest
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_COUNT = 2**31 - 1
+MAX_SOURCE_CHARS = 4096
 MAX_SPAN = 1e9
 """Of a time in seconds or milliseconds: clocks take no longer ones."""
 
@@ -34,6 +35,16 @@ def _keep_alive(value: float) -> float:
     if value != EVER and not 0 <= value <= MAX_SPAN:
         raise ValueError(f"a keep-alive is 0 to {MAX_SPAN:g} seconds, or {EVER:g} for ever")
     return value
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("it holds control characters; a source is one line of text")
+    return value
+
+
+Source = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARS), AfterValidator(_printable)]
+"""A path or a URL."""
 
 
 class Body(BaseModel):
@@ -185,7 +196,7 @@ class ModelBody(OwnBody):
     """POST /admin/models"""
 
     name: str
-    source: str = Field(min_length=1)
+    source: Source
     keep_alive_s: Annotated[float, AfterValidator(_keep_alive)] = 300.0
     min_replicas: int = Field(0, ge=0, le=1000)
     max_replicas: int = Field(1, ge=1, le=1000)
@@ -198,7 +209,7 @@ class AdapterBody(OwnBody):
 
     name: str
     base: str
-    source: str = Field(min_length=1)
+    source: Source
     replace: bool = False
 
 

@@ -196,9 +196,24 @@ def test_a_hub_out_of_reach_is_said_plainly(root: Path, offline: dict[str, str])
     assert status == 1
     assert "not (wholly) in the local cache and HF_HUB_OFFLINE is set" in lines[-1]["error"]["message"]
     status, lines, _ = run(*arguments, **offline, HF_ENDPOINT="http://127.0.0.1:9")
-    assert (status, lines[-1]["error"]["code"]) == (1, "fault")
+    assert (status, lines[-1]["error"]["code"]) == (1, "source_unavailable")
     assert "http://127.0.0.1:9/org/tiny cannot be fetched" in lines[-1]["error"]["message"]
     assert leftovers(root) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+def test_a_file_of_the_source_that_cannot_be_read_is_named_as_the_callers_to_mend(
+    root: Path, source: Path, tmp_path: Path, name: str
+) -> None:
+    """A folder in its place stands for every refusal of the system, of which root meets few."""
+    copied = shutil.copytree(source, tmp_path / "copied")
+    (copied / name).unlink(missing_ok=True)
+    (copied / name).mkdir()
+    status, lines, _ = run("import", "--root", root, "--source", copied)
+    if status == 0:  # what is not needed may be left out
+        return
+    assert lines[-1]["error"]["code"] in ("invalid_request", "unsupported_checkpoint", "checkpoint_corrupt")
+    assert str(copied) in lines[-1]["error"]["message"]
 
 
 @pytest.fixture
@@ -215,7 +230,7 @@ def test_a_hub_download_that_breaks_off_goes_on_where_it_was(
     with hub("org/large", large_repo, [], manners) as endpoint:
         arguments = ("import", "--root", root, "--source", "hub:org/large")
         status, lines, _ = run(*arguments, **offline, HF_ENDPOINT=endpoint)
-        assert (status, lines[-1]["error"]["code"]) == (1, "fault")
+        assert (status, lines[-1]["error"]["code"]) == (1, "source_unavailable")
         assert f"{weights // 4} bytes are kept, import again to go on" in lines[-1]["error"]["message"]
         manners.cuts = [weights // 4]
         status, lines, _ = run(*arguments, **offline, HF_ENDPOINT=endpoint)

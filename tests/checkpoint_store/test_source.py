@@ -117,3 +117,12 @@ def test_json_that_is_no_object_is_refused_naming_the_file(model_dir: Path, text
     (model_dir / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointCorrupt, match=r"config\.json"):
         SourceDirectory(model_dir).json("config.json")
+
+
+@pytest.mark.parametrize("source", ["/proc/self/mem", "x" * 100_000, "/" + "y" * 300, "/" + "d/" * 3000])
+def test_what_the_system_refuses_to_read_is_the_fault_of_the_source(source: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        find(source)
+    assert refused.value.param == "source"
+    assert source[:100] in refused.value.message
+    assert len(refused.value.message) < 700

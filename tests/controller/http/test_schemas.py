@@ -123,3 +123,12 @@ async def test_a_job_of_an_older_controller_still_runs(front: FrontDoor) -> None
     job = await front.door.jobs.wait(await front.door.jobs.submit(asked), TenantId("default"), 5.0)
     assert job.result is not None
     assert job.result["output"]["text"] == "ok"
+
+
+@pytest.mark.parametrize("source", ["/m\0odel", "/m\nodel", "/m\x1b[2Jodel", "x" * 4097, "x" * 100_000, ""])
+async def test_a_source_is_one_line_of_bounded_text(front: FrontDoor, source: str) -> None:
+    for path, body in (("/admin/models", {"name": "x"}), ("/admin/adapters", {"name": "x", "base": "tiny"})):
+        status, answer, _ = await front.post(path, {**body, "source": source})
+        assert (status, answer["error"]["param"]) == (400, "source")
+        assert len(answer["error"]["message"]) < 300
+    assert front.runtime.closed_imports == []

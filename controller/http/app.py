@@ -39,6 +39,8 @@ def create_app(door: Door, node_handler: Handler | None = None) -> web.Applicati
     app.on_response_prepare.append(_stamp)
     app.add_routes(
         [
+            web.get("/", health.welcome),
+            web.get("/health", health.live),
             web.get("/health/live", health.live),
             web.get("/health/ready", health.ready),
             web.get("/metrics", health.metrics),
@@ -103,7 +105,7 @@ def _first_line(error: Exception) -> str:
 
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if not request.path.startswith(_OPEN_PATHS):
+    if request.path != "/" and not request.path.startswith(_OPEN_PATHS):
         tenants = door_of(request).tenants
         authorization = request.headers.get("Authorization")
         request[TENANT] = tenants.authenticate(authorization)

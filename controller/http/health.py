@@ -1,13 +1,20 @@
-"""/health/live, /health/ready and /metrics. None of them wakes a model or needs a key."""
+"""/, /health/live, /health/ready and /metrics. None of them wakes a model or needs a key."""
 
 import asyncio
 
 from aiohttp import web
 
+from nearline import __version__
 from nearline.controller.http.door import Door, door_of
 from nearline.protocol.errors import NearlineError
 
 PROBE_LIMIT_S = 2.0
+
+
+async def welcome(request: web.Request) -> web.StreamResponse:
+    """What answers here, and where to go on."""
+    links = {"models": "/v1/models", "health": "/health/ready", "metrics": "/metrics", "routes": "docs/api.md"}
+    return web.json_response({"name": "nearline", "version": __version__, "links": links})
 
 
 async def live(request: web.Request) -> web.StreamResponse:

@@ -75,3 +75,15 @@ async def test_a_server_that_answered_nonsense_answers_the_next_client(front: Fr
     for data in BROKEN.values():
         await send(front, data)
     assert (await front.post("/v1/functions/tiny/invocations", {"prompt": "Hi"}))[0] == 200
+
+
+async def test_the_root_says_what_answers_here_and_health_that_it_lives(front: FrontDoor) -> None:
+    status, answer, _ = await front.get("/")
+    assert (status, answer["name"]) == (200, "nearline")
+    assert answer["version"][0].isdigit()
+    for path in (answer["links"]["models"], answer["links"]["health"]):
+        assert (await front.get(path))[0] == 200
+    assert (await front.get("/health"))[:2] == (200, {"status": "live"})
+    status, answer, _ = await front.get("/nowhere")
+    assert status == 404
+    assert "docs/api.md" in answer["error"]["message"]

@@ -13,6 +13,7 @@ from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
 from nearline.protocol import FinishReason, RequestId, Seconds
 from nearline.protocol.errors import (
     ERRORS,
+    CheckpointUnreadable,
     DeadlineExceeded,
     ErrorInfo,
     InstanceFailed,
@@ -119,7 +120,8 @@ class RequestDesk:
             self._reject(request, error, "the engine failed this request", now)
         else:
             instance.is_doubtful = True
-            self._lost(request, not instance.is_stopping, error, now)
+            is_blamed = not instance.is_stopping and error.code != ERRORS[CheckpointUnreadable].code
+            self._lost(request, is_blamed, error, now)
 
     def expired(self, request_id: RequestId, now: Seconds) -> None:
         """End a request whose deadline has passed, or that waited too long for an instance."""

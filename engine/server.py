@@ -70,7 +70,7 @@ class EngineServer:
             log.error("the node agent sent what is not a message: %s; exiting", error)
             return EXIT_MALFORMED
         except LOST as error:
-            self._give_up(ErrorInfo.of(error))
+            self._give_up(ErrorInfo.of(error).while_serving(self._bound.spec.digest))
             return EXIT_LOST
 
     def _step(self) -> bool:

@@ -314,6 +314,7 @@ class NodeCore:
 
     def _fail(self, instance: Instance, error: ErrorInfo) -> None:
         """Say FAILED now; the slot and the pin follow when no process maps the frames."""
+        error = error.while_serving(instance.spec.digest)
         instance.error, instance.drain_deadline = error, None
         if instance.engine_id is None:
             self._release(instance)

@@ -6,7 +6,7 @@ from nearline.controller import actions as do
 from nearline.controller.config import CoreConfig
 from nearline.protocol import InstanceState, NodeId, RequestId
 from nearline.protocol.errors import ErrorInfo, Fault
-from tests.controller.fleets import world
+from tests.controller.fleets import report, world
 
 
 def test_requests_are_dispatched_before_the_bytes_are_there() -> None:
@@ -48,6 +48,40 @@ def test_an_instance_keeps_its_slot_for_a_multiple_of_its_whole_start() -> None:
     assert first.state is InstanceState.READY
     w.sleep(0.2)
     assert [instance.spec.model_id for instance in w.instances()] == ["b"], "four times two seconds are over"
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_bytes_that_one_node_cannot_read_are_read_on_another(is_bound: bool) -> None:
+    w = world("a", config=CoreConfig(max_fruitless_losses=2))
+    w.add_node(report("n2", digests=["digest-of-a"], bind_s=9.0))
+    rotten = ErrorInfo("checkpoint_corrupt", "chunk 3 is rotten").while_serving("digest-of-a")
+    w.arrive("r1")
+    (first,) = w.instances()
+    assert w.node_of(first).report.node_id == "n1"
+    if is_bound:
+        w.bind(first)
+        w.finish("r1", rotten)
+    w.move(first, InstanceState.FAILED, rotten)
+    w.sleep(5.0)
+    (second,) = w.instances()
+    assert w.node_of(second).report.node_id == "n2"
+    w.start(second)
+    w.finish("r1")
+    assert w.ended == {"r1": "finished"}
+
+
+def test_bytes_that_nobody_can_read_are_our_fault_and_named() -> None:
+    w = world("a")
+    w.arrive("r1")
+    rotten = ErrorInfo("checkpoint_corrupt", "chunk 3 is rotten").while_serving("digest-of-a")
+    while "r1" not in w.ended:
+        assert w.now < 60
+        w.sleep(1.0)
+        for instance in w.instances():
+            w.move(instance, InstanceState.FAILED, rotten)
+    error = w.errors[RequestId("r1")].exception()
+    assert (error.code, error.status) == ("checkpoint_unreadable", 500)
+    assert "digest-of-a" in error.message
 
 
 def test_instances_that_always_die_over_their_bytes_are_given_up_in_the_end() -> None:

@@ -54,11 +54,11 @@ def test_bytes_that_turn_out_corrupt_end_every_sequence_and_the_instance(checkpo
         _, last = engine.outcome(name)
         assert last.finish_reason is FinishReason.ERROR
         assert last.error is not None
-        assert last.error.code == "checkpoint_corrupt"
+        assert last.error.code == "checkpoint_unreadable"
     if not any(isinstance(message, BindFailed) for message in engine.inbox):
         engine.expect(BindFailed)
     (failed,) = [message for message in engine.inbox if isinstance(message, BindFailed)]
-    assert (failed.instance_id, failed.error.code) == (INSTANCE, "checkpoint_corrupt")
+    assert (failed.instance_id, failed.error.code) == (INSTANCE, "checkpoint_unreadable")
     assert engine.exit_code() == 3
     engine.close()
 

@@ -1,7 +1,8 @@
 """An engine process without tensors, for faults a real one should not have. Speaks the real frames.
 
 Counts instead of thinking: token i of a sequence is its position. The model's name says what goes wrong:
-dies-at-bind, fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM), dies-at-submit, bad-adapter.
+dies-at-bind, fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM), dies-at-submit,
+rots-at-submit (its bytes do), bad-adapter.
 """
 
 import argparse
@@ -63,6 +64,10 @@ class StandIn:
             case Bind():
                 self.bind(message)
             case Submit():
+                if self.model == "rots-at-submit":
+                    error = ErrorInfo("checkpoint_corrupt", "chunk 3 is not what was imported")
+                    self.send(BindFailed(message.instance_id, error))
+                    sys.exit(3)
                 if self.model == "dies-at-submit":
                     os.kill(os.getpid(), signal.SIGKILL)
                 self.running[message.request.request_id] = (message, len(message.generated_token_ids))

@@ -45,7 +45,7 @@ async def test_a_checkpoint_is_verified_with_progress_and_a_flipped_bit_is_named
     await controller.ensure("i1", info.digest)
     status = await controller.state("i1", "failed")
     assert status.error is not None
-    assert status.error.code == "checkpoint_corrupt"
+    assert status.error.code == "checkpoint_unreadable"
     assert "import it again" in status.error.message
 
 

@@ -136,6 +136,18 @@ async def test_engines_that_cannot_start_are_tried_ever_later_and_waiting_instan
         assert any("no device context" in path.read_text() for path in (data_dir / "logs").iterdir())
 
 
+async def test_a_bound_engine_that_finds_bad_bytes_fails_its_instance_with_that_reason(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, object]
+) -> None:
+    digest = stored_checkpoint[0].digest
+    await ready(controller, digest, model_id="rots-at-submit")
+    await controller.submit("i1", "r1")
+    failed = await controller.state("i1", "failed")
+    assert (failed.error.code, "chunk 3" in failed.error.message) == ("checkpoint_unreadable", True)
+    assert (await controller.finished("r1"))[-1].error.code == "checkpoint_unreadable"
+    await controller.report(lambda r: r.num_prewarmed >= 1 and not r.instances)
+
+
 async def test_altered_bytes_fail_the_instance_by_name(
     controller: FakeController, agent: Agent, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, object]
 ) -> None:
@@ -146,7 +158,8 @@ async def test_altered_bytes_fail_the_instance_by_name(
     weights.write_bytes(data)
     await controller.ensure("i1", digest)
     failed = await controller.state("i1", "failed")
-    assert failed.error.code == "checkpoint_corrupt"
+    assert failed.error.code == "checkpoint_unreadable"
+    assert digest in failed.error.message
     report = await controller.report(lambda r: r.num_prewarmed >= 1 and not r.instances)
     assert not report.residency[0].is_pinned
 

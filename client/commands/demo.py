@@ -24,7 +24,7 @@ from nearline.protocol.errors import InvalidRequest, NearlineError
 MODEL = "smollm2"
 KEEP_ALIVE_S = 4.0
 QUESTION = "What is the moon, in one sentence?"
-ADAPTER_QUESTION = "Why do cats purr?"
+ADAPTER_QUESTION = "Why is the sky blue?"
 
 
 def demo(
@@ -139,7 +139,7 @@ async def _two_adapters(client: AsyncClient, directory: Path) -> None:
     for name in names:
         async for _ in client.admin.add("adapters", {"name": name, "base": MODEL, "source": str(directory / name)}):
             pass
-    options: dict[str, Any] = {"max_tokens": 40, "temperature": 0}
+    options: dict[str, Any] = {"max_tokens": 56, "temperature": 0}
     called = [MODEL, *names]
     answers = await asyncio.gather(*[client.function(n).remote(ADAPTER_QUESTION, **options) for n in called])
     console.print(f"  [bold]you[/]  {ADAPTER_QUESTION}")

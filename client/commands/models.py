@@ -8,6 +8,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from nearline.client.blocking import Client
+from nearline.client.commands.bulk import add_adapters
 from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
 from nearline.protocol.errors import CheckpointCorrupt, NearlineError
 
@@ -49,16 +50,25 @@ def add_model(
 
 @adapter.command("add")
 def add_adapter(
-    name: Name,
-    source: Annotated[str, typer.Argument(help="A PEFT directory, an http(s) URL, or hub:org/name[@revision].")],
+    name: Annotated[str, typer.Argument(help="The name people will call; alone: a quoted pattern of directories.")],
     base: Annotated[str, typer.Option(help="The registered model it was trained on.")],
+    source: Annotated[
+        str | None, typer.Argument(help="A PEFT directory, an http(s) URL, or hub:org/name[@revision].")
+    ] = None,
     replace: Replace = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Import a LoRA adapter and make it callable by its own name."""
+    """Import a LoRA adapter and make it callable by its own name.
+
+    With a pattern instead of a name and a source ('adapters/*'), every PEFT directory that matches, each under the
+    directory's name.
+    """
     with connected(url, api_key, as_json) as client:
+        if source is None:
+            add_adapters(client, name, base, replace, as_json)
+            return
         body = {"name": name, "base": base, "source": absolute(source), "replace": replace}
         registered = register(client, "adapters", body, is_quiet=as_json)
         if as_json:

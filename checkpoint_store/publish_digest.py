@@ -7,7 +7,7 @@ import xxhash
 
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.marker import clear_damage
-from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest, read_manifest
+from nearline.checkpoint_store.types import MANIFEST_NAME, WEIGHTS_NAME, Manifest, read_manifest
 from nearline.checkpoint_store.verify import verify_weights
 from nearline.protocol import Bytes, Digest
 from nearline.protocol.errors import CheckpointCorrupt
@@ -31,7 +31,17 @@ def verify_checkpoint(directory: Path, reporter: Reporter) -> Manifest:
     Raises CheckpointCorrupt.
     """
     manifest = read_manifest(directory)
+    verify_files(directory, manifest)
     verify_weights(directory / WEIGHTS_NAME, manifest, verifying(reporter))
+    clear_damage(directory)
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Check the manifest and the small files on disk against the checkpoint's name, and against `manifest`, which is
+    what the reader of this directory goes by. Raises CheckpointCorrupt."""
+    if read_manifest(directory) != manifest:
+        raise CheckpointCorrupt(f"{directory / MANIFEST_NAME}: it was changed; import the checkpoint again")
     files = {name: _read(directory / name) for name in manifest.info.files}
     found = content_digest(manifest.chunk_digests, files, manifest.info.base_digest or "")
     if not found == manifest.digest == directory.name:
@@ -39,8 +49,6 @@ def verify_checkpoint(directory: Path, reporter: Reporter) -> Manifest:
             f"{directory}: its content has digest {found}, its manifest says {manifest.digest}; a file was changed, "
             "import the checkpoint again"
         )
-    clear_damage(directory)
-    return manifest
 
 
 def verifying(reporter: Reporter) -> Callable[[Bytes, Bytes], None]:

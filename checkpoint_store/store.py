@@ -29,6 +29,7 @@ from nearline.checkpoint_store.marker import (
 )
 from nearline.checkpoint_store.pool import DramPool
 from nearline.checkpoint_store.probe import DiskProbe
+from nearline.checkpoint_store.publish_digest import verify_files
 from nearline.checkpoint_store.root import StoreRoot
 from nearline.checkpoint_store.ssd import StoredCheckpoint, choose_evictions
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest
@@ -122,15 +123,16 @@ class CheckpointStore:
             self._remove(digest)
 
     def verify(self, digest: Digest, progress: Callable[[Bytes, Bytes], None] | None = None) -> ReadStats:
-        """Read a checkpoint from SSD and check every digest; `progress` gets (done, total) bytes.
+        """Read a checkpoint from SSD and check every chunk and file; `progress` gets (done, total) bytes.
 
-        Raises CheckpointCorrupt naming the bad chunks; from then on nothing loads it until it is imported again (or a
-        later verification finds it right). Instances that hold it in DRAM go on: those bytes were checked.
+        Raises CheckpointCorrupt naming the bad chunks or the file; from then on nothing loads it until it is imported
+        again (or a later verification finds it right). Instances that hold it in DRAM go on: those bytes were checked.
         """
         manifest, directory = self.manifest(digest), self.directory(digest)
         self._refuse_remote(digest)
         started_at = time.monotonic()
         try:
+            verify_files(directory, manifest)
             stamp = verify_weights(directory / WEIGHTS_NAME, manifest, progress)
         except CheckpointCorrupt as error:
             self._cache.trust(digest, None)

@@ -8,7 +8,8 @@ import numpy as np
 import xxhash
 
 from nearline.checkpoint_store import FORMAT_VERSION, WEIGHTS_NAME, Manifest, TensorEntry, write_manifest
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
+from nearline.checkpoint_store.publish_digest import content_digest
+from nearline.protocol import CheckpointInfo, CheckpointKind
 
 TINY_CHUNK = 16 * 4096
 RawTensor = tuple[str, tuple[int, ...], bytes]
@@ -29,10 +30,10 @@ def commit(directory: Path, tensors: Mapping[str, RawTensor], chunk_bytes: int =
         TensorEntry(name, dtype, shape, start + header[name]["data_offsets"][0], len(data))  # type: ignore[index]
         for name, (dtype, shape, data) in tensors.items()
     ]
-    digest = Digest(xxhash.xxh3_128_hexdigest(blob))
-    info = CheckpointInfo(digest, CheckpointKind.MODEL, len(blob), "llama", "LlamaForCausalLM", "test", "float32", ())
     chunks = [blob[i : i + chunk_bytes] for i in range(0, len(blob), chunk_bytes)]
     digests = tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in chunks)
+    digest = content_digest(digests, {})
+    info = CheckpointInfo(digest, CheckpointKind.MODEL, len(blob), "llama", "LlamaForCausalLM", "test", "float32", ())
     manifest = Manifest(FORMAT_VERSION, info, len(blob), chunk_bytes, digests, tuple(entries))
     target = directory / digest
     target.mkdir(parents=True)

@@ -243,3 +243,31 @@ def test_two_imports_of_the_same_content_at_once_make_one_checkpoint(root: Path)
     assert [process.returncode for process in processes] == [0, 0, 0]
     (left,) = leftovers(root)
     assert read_manifest(root / left).digest == Path(left).name
+
+
+@pytest.mark.parametrize("damage", ["torn manifest", "edited manifest", "no manifest", "edited file", "no file"])
+def test_a_store_finds_what_is_wrong_beside_the_weights(root: Path, damage: str) -> None:
+    from nearline.checkpoint_store import CheckpointStore, StoreConfig
+
+    manifest = publish(root, draft(ONE))
+    directory = root / "checkpoints" / manifest.digest
+    store = CheckpointStore(StoreConfig(root=root, dram_pool_bytes=16 << 20))
+    try:
+        store.verify(manifest.digest)
+        victim = directory / ("manifest.json" if "manifest" in damage else "config.json")
+        whole = victim.read_bytes()
+        if damage.startswith("no"):
+            victim.unlink()
+        elif damage.startswith("torn"):
+            victim.write_bytes(whole[: len(whole) // 2])
+        else:
+            victim.write_bytes(whole.replace(b'"family": "', b'"family": "x') if b"family" in whole else whole + b" ")
+        with pytest.raises(CheckpointCorrupt, match=rf"{directory}.*import"):
+            store.verify(manifest.digest)
+        with pytest.raises(CheckpointCorrupt):
+            store.acquire(manifest.digest)
+        victim.write_bytes(whole)
+        store.verify(manifest.digest)
+        store.acquire(manifest.digest).release()
+    finally:
+        store.close()

@@ -10,6 +10,7 @@ have been deleted, what is left can be read but not replayed. It holds lengths a
 
 import argparse
 import hashlib
+import re
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from nearline.protocol import FinishReason, MessageCodec, RequestId, Seconds, Wi
 
 FORMAT = 1
 SUFFIX = ".journal"
+_PART = re.compile(rf"(?P<epoch>.+)\.(?P<part>\d+){re.escape(SUFFIX)}")
 _LENGTH = struct.Struct("<I")
 _EVENTS = MessageCodec(Event)
 
@@ -78,10 +80,14 @@ class JournalWriter:
 def read(path: Path) -> tuple[JournalHeader, Iterator[tuple[Event, Seconds]]]:
     """Open a journal at any of its files: its header, and the events of that file and those after it.
 
-    Raises WireError for a file of another format. A record cut short by a crash ends the journal.
+    A copy under a name that is not `<epoch>.NNN.journal` stands alone. Raises WireError for a file of another format.
+    A record cut short by a crash ends the journal.
     """
     records = _records(path)
-    header = from_plain(JournalHeader, next(records, None))
+    try:
+        header = from_plain(JournalHeader, next(records, None))
+    except WireError as error:
+        raise WireError(f"{path} is no journal, or one of another version: {error}") from None
     if header.format != FORMAT:
         raise WireError(f"{path} has journal format {header.format}; this version reads {FORMAT}")
     return header, _events(path, records)
@@ -147,16 +153,24 @@ def _records(path: Path) -> Iterator[Any]:
         record = data[position + _LENGTH.size : position + _LENGTH.size + length]
         position += _LENGTH.size + length
         if len(record) == length:
-            yield msgpack.unpackb(record)
+            try:
+                yield msgpack.unpackb(record)
+            except ValueError as error:
+                raise WireError(f"{path} is no journal: {error}") from None
 
 
 def _events(path: Path, records: Iterator[Any]) -> Iterator[tuple[Event, Seconds]]:
-    epoch, part, _ = path.name.rsplit(".", 2)
+    name = _PART.fullmatch(path.name)
+    part = int(name["part"]) if name else 0
     while True:
-        for now, encoded in records:
-            yield _EVENTS.decode(encoded), now
-        part = f"{int(part) + 1:03d}"
-        path = path.with_name(f"{epoch}.{part}{SUFFIX}")
+        for record in records:
+            if not isinstance(record, list) or len(record) != 2 or not isinstance(record[1], bytes):
+                raise WireError(f"{path} holds a record that is no event; it was written by something else")
+            yield _EVENTS.decode(record[1]), record[0]
+        if name is None:  # a copy under another name: nothing says what would come after it
+            return
+        part += 1
+        path = path.with_name(f"{name['epoch']}.{part:03d}{SUFFIX}")
         if not path.exists():
             return
         records = _records(path)

@@ -10,7 +10,7 @@ import pytest
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
-from nearline.controller.journal import JournalWriter, concerning, digest, read, replay
+from nearline.controller.journal import JournalWriter, concerning, digest, main, read, replay
 from nearline.protocol import RequestId, WireError
 from tests.controller.fleets import World, report, world
 
@@ -111,3 +111,31 @@ def test_the_story_of_a_request_names_what_it_waited_for(tmp_path: Path) -> None
     stop = next(item for item in items if isinstance(item, do.StopInstance))
     assert stop.reason.startswith("b waits")
     assert not any("noise" in str(item) for item in items)
+
+
+@pytest.mark.parametrize("name", ["copy", "copy.journal", "a.b.c", "e.x.journal", "j.000.journal.bak"])
+def test_a_copy_under_any_name_replays_by_itself(tmp_path: Path, name: str) -> None:
+    first = written(tmp_path, busy_world())
+    copy = tmp_path / name
+    copy.write_bytes(first.read_bytes())
+    assert digest(replay(copy)) == digest(replay(first))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"hello, I am a text file\n" * 40, b"\0" * 4096, b"\x02\0\0\0\xc1\xc1", b"\x01\0\0\0\x05"]
+)
+def test_what_is_no_journal_is_said_to_be_none(tmp_path: Path, data: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("1.000.journal", "notes.txt"):
+        (tmp_path / name).write_bytes(data)
+        assert main([str(tmp_path / name)]) == 1
+        assert f"cannot replay {tmp_path / name}" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path / "absent")]) == 1
+
+
+def test_a_journal_with_foreign_records_is_refused(tmp_path: Path) -> None:
+    first = written(tmp_path, busy_world())
+    with first.open("ab") as file:
+        file.write(b"\x01\0\0\0\x05")
+    with pytest.raises(WireError, match="no event"):
+        digest(replay(first))

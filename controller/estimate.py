@@ -32,9 +32,10 @@ def startup(node: NodeView, digest: Digest, num_bytes: Bytes, now: Seconds) -> S
     Source: [serverlessllm] start-up time estimation: queue + bytes / bandwidth; we sum over tiers and add bind time.
     """
     dram, ssd, remote = bytes_by_tier(node, digest, num_bytes)
-    has_dram_rate = node.bandwidth(Tier.DRAM) > 0
-    read_s = dram / node.bandwidth(Tier.DRAM) if has_dram_rate else 0.0
-    read_s += ssd / _rate(node, Tier.SSD) + remote / _rate(node, Tier.REMOTE)
+    dram_rate = node.bandwidth(Tier.DRAM) if dram else 0.0
+    read_s = dram / dram_rate if dram_rate > 0 else 0.0
+    read_s += ssd / _rate(node, Tier.SSD) if ssd else 0.0
+    read_s += remote / _rate(node, Tier.REMOTE) if remote else 0.0
     is_far = ssd + remote > 0
     queue_s = max(0.0, node.storage_free_at - now) if is_far else 0.0
     num_unseen = sum(not i.is_acknowledged for i in node.instances.values())

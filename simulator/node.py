@@ -69,6 +69,7 @@ class SimulatedNode:
         self.num_swaps = 0
         self.is_up = True
         self._sizes = sizes
+        self._on_disk = {digest: Residency(digest, size, size, 0) for digest, size in sizes.items()}
         self._dram: OrderedDict[Digest, Bytes] = OrderedDict()
         self._storage_free_at = 0.0
         self._free_slots: list[Digest | None] = [None] * num_slots
@@ -79,7 +80,11 @@ class SimulatedNode:
     def report(self) -> NodeReport:
         """What the node says of itself now."""
         cost = self.cost
-        rows = [Residency(d, size, size, self._dram.get(d, 0), self._is_pinned(d)) for d, size in self._sizes.items()]
+        pinned = {instance.spec.digest: None for instance in self.instances.values()}
+        rows = dict(self._on_disk)
+        for digest, dram_bytes in self._dram.items():
+            size = self._sizes[digest]
+            rows[digest] = Residency(digest, size, size, dram_bytes, digest in pinned)
         return NodeReport(
             node_id=self.node_id,
             http_url="",
@@ -92,7 +97,7 @@ class SimulatedNode:
             bind_s=cost.bind_s,
             process_s=cost.process_s,
             num_prewarmed=self.num_slots,
-            residency=tuple(rows),
+            residency=tuple(rows.values()),
             instances=tuple(self._status(instance) for instance in self.instances.values()),
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from nearline.controller.config import CoreConfig
-from nearline.controller.estimate import displaced_s, startup
+from nearline.controller.estimate import StartEstimate, displaced_s, startup
 from nearline.controller.policy.views import InstanceView, NodeView
 from nearline.protocol import Bytes, DeviceInfo, Digest, InstanceId, NodeId, Seconds
 
@@ -67,11 +67,14 @@ def place(
     fitting = [pair for pair in fitting if pair[0].node_id not in need.avoid] or fitting
     best: tuple[Seconds, NodeId, int] | None = None
     placement: Placement | NoPlace = NoPlace("every slot is taken by instances that may not be stopped yet")
-    for node, device in fitting:
+    starts = [(startup(n, need.digest, need.num_bytes, now), n, d) for n, d in fitting]
+    for start, node, device in sorted(starts, key=lambda row: row[0].total_s):
+        if best is not None and start.total_s > best[0]:
+            break  # nothing makes a place cost less than its start
         leaving = _make_room(node, device, need, now, may_stop, claimed)
         if leaving is None:
             continue
-        cost, found = _cost(node, device, need, leaving, now, config)
+        cost, found = _cost(node, device, need, leaving, start, now, config)
         rank = (cost, node.node_id, device.index)
         if best is None or rank < best:
             best, placement = rank, found
@@ -151,9 +154,14 @@ def _in_frames(node: NodeView, num_bytes: Bytes) -> Bytes:
 
 
 def _cost(
-    node: NodeView, device: DeviceInfo, need: Need, leaving: list[InstanceView], now: Seconds, config: CoreConfig
+    node: NodeView,
+    device: DeviceInfo,
+    need: Need,
+    leaving: list[InstanceView],
+    start: StartEstimate,
+    now: Seconds,
+    config: CoreConfig,
 ) -> tuple[Seconds, Placement]:
-    start = startup(node, need.digest, need.num_bytes, now)
     free_s, damage, victims = 0.0, displaced_s(node, need.digest, need.num_bytes), []
     for instance in leaving:
         remaining_s = max(0.0, instance.stop_by - now) if instance.is_stopping else config.swap_drain_s

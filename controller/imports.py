@@ -118,11 +118,10 @@ class Imports:
                 task.frames.put_nowait(ImportFailed(task_id, ErrorInfo.of(error)))
 
     def _holders(self, digest: Digest) -> list[NodeRecord]:
-        nodes = [
-            node for _, node in sorted(self._fleet.nodes.items()) if node.is_connected and digest in node.residency
-        ]
+        rows = [(node, node.residency.get(digest)) for _, node in sorted(self._fleet.nodes.items())]
+        nodes = [node for node, row in rows if node.is_connected and row and (row.ssd_bytes or row.dram_bytes)]
         if not nodes:
-            raise NodeLost(f"no connected node holds checkpoint {digest}", retry_after_s=_RETRY_S)
+            raise NodeLost(f"no connected node holds bytes of checkpoint {digest}", retry_after_s=_RETRY_S)
         return nodes
 
     def _choose_node(self, base_digest: Digest | None) -> NodeRecord:

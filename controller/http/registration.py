@@ -61,9 +61,9 @@ class Registrar:
                 raise NearlineError("the import ended without a checkpoint; see the node agent's log")
             await door.texts.preload(checkpoint)
             if isinstance(body, ModelBody):
-                yield await self._complete(_publish_model(door, body, checkpoint))
+                yield await self._complete(_keeping_bytes(door, _publish_model(door, body, checkpoint)))
             else:
-                yield await self._complete(_publish_adapter(door, body, checkpoint))
+                yield await self._complete(_keeping_bytes(door, _publish_adapter(door, body, checkpoint)))
         finally:
             keeping.close()
             self._names.discard(body.name)
@@ -81,6 +81,12 @@ class Registrar:
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
+
+
+async def _keeping_bytes(door: Door, change: Coroutine[Any, Any, Event]) -> Event:
+    """Complete a change whose caller may leave, and with it the hold that began with the import."""
+    with door.runtime.registering():
+        return await change
 
 
 def base_of(door: Door, body: AdapterBody) -> ModelSpec:

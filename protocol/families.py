@@ -282,6 +282,11 @@ def _learned(family: str, architecture: str, config: Config, offset: int, has_bi
 def _generic(architecture: str, config: Config) -> DecoderSpec:
     """Only what the KV cache and the scheduler need to know; `transformers` knows the rest."""
     _refuse(config, architecture, "is_encoder_decoder", "use_bidirectional_attention")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = [entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)]
+    if "longrope" in kinds:
+        # transformers turns every key anew when the longest sequence of a batch outgrows the original context.
+        raise UnsupportedCheckpoint(f"{architecture} with rope scaling 'longrope' is not supported")
     plain = {
         "intermediate_size": 0, **config, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None,
     }  # fmt: skip

@@ -145,7 +145,7 @@ def _attend(
     """Attend as transformers asks: [1, H, T, D] queries, [1, K, T, D] keys and values; returns [1, T, H, D]."""
     step = _step.get()
     k_cache, v_cache = step.kv.layers[module.layer_idx]
-    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(k_cache.dtype).contiguous() for x in (query, key, value))
     if k_TKD.shape[1:] != (k_cache.shape[1], k_cache.shape[3]) or k_TKD.shape != v_TKD.shape:
         raise UnsupportedCheckpoint(
             f"{type(module).__name__} has keys of {list(k_TKD.shape[1:])} and values of {list(v_TKD.shape[1:])}, "
@@ -154,4 +154,5 @@ def _attend(
     scaling, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
     scale = q_THD.shape[-1] ** -0.5 if scaling is None else float(scaling)
     kernels.write_kv(k_TKD, v_TKD, k_cache, v_cache, step.slots_T)
-    return kernels.paged_attention(q_THD, k_cache, v_cache, step.meta, scale, window, softcap)[None], None
+    o_THD = kernels.paged_attention(q_THD, k_cache, v_cache, step.meta, scale, window, softcap)
+    return o_THD[None].to(query.dtype), None

@@ -106,6 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2LMHeadModel", {**GPT2, "add_cross_attention": True}, "add_cross"),
     ("Phi3ForCausalLM", {"rope_scaling": SHORT}, "short_factor has 1"),
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "lacks 'short_factor'"),
+    ("PhiForCausalLM", {"rope_scaling": {"type": "longrope"}}, "longrope"),
     ("Gemma3ForCausalLM", {"rope_parameters": LOCAL_SCALING}, "sliding layers"),
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ import uvloop
 from nearline.controller.redis_state import DEFAULT_PREFIX
 from nearline.controller.service import ServiceConfig, serve
 from nearline.controller.tenants import Tenants, read_key_file
+from nearline.protocol import TenantId
 from nearline.protocol.errors import NearlineError
 
 
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--node-token-file", type=Path, help="file with the cluster token (or set NEARLINE_CLUSTER_TOKEN)")
     add("--api-key", action="append", default=[], metavar="NAME=KEY", help="a tenant and its key; may be repeated")
     add("--api-key-file", type=Path, help="file with one NAME=KEY per line")
+    add("--tenant-weight", action="append", default=[], metavar="NAME=W", help="a tenant's share of busy models (1)")
     add("--admin-key-file", type=Path, help="file with the only key that may administer (default: every key may)")
     add("--url-file", type=Path, help="write the address that was bound to this file")
     add("--max-running-jobs", type=int, default=32, help="jobs run at once")
@@ -61,7 +63,20 @@ def _config(options: argparse.Namespace) -> ServiceConfig:
         key_prefix=options.key_prefix,
         max_running_jobs=options.max_running_jobs,
         result_ttl_s=options.result_ttl,
+        tenant_weights=tuple(_weight(pair) for pair in options.tenant_weight),
     )
+
+
+def _weight(pair: str) -> tuple[TenantId, float]:
+    """Read `NAME=W`. Raises ValueError unless W is a positive number."""
+    name, _, text = pair.rpartition("=")
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not name or not 0 < weight < float("inf"):
+        raise ValueError(f"a tenant's weight is given as NAME=W with W above 0, not {pair!r}")
+    return TenantId(name), weight
 
 
 def _configure_logging(as_json: bool) -> None:

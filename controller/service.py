@@ -28,6 +28,7 @@ from nearline.controller.registry import Registry
 from nearline.controller.runtime import Runtime
 from nearline.controller.tenants import Tenants
 from nearline.controller.text import TextModels
+from nearline.protocol import TenantId
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError, StateUnavailable
 
 CONNECT_LIMIT_S = 10.0
@@ -50,6 +51,7 @@ class ServiceConfig:
     key_prefix: str = DEFAULT_PREFIX
     max_running_jobs: int = 32
     result_ttl_s: float = 86_400.0
+    tenant_weights: tuple[tuple[TenantId, float], ...] = ()
 
 
 async def serve(config: ServiceConfig) -> None:
@@ -80,7 +82,7 @@ async def serve(config: ServiceConfig) -> None:
 def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[Runtime, Door]:
     metrics = Metrics()
     runtime_config = RuntimeConfig(
-        core=CoreConfig(epoch=str(lease.token)),
+        core=CoreConfig(epoch=str(lease.token), tenant_weights=config.tenant_weights),
         node_token=config.node_token,
         fencing_token=lease.token,
         journal_directory=str(config.data_dir / "journal"),

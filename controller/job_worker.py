@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from nearline.controller.jobs import GROUP, Job, JobStore, is_retryable
 from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId
-from nearline.protocol.errors import Busy, Cancelled, DeadlineExceeded, NearlineError, StateUnavailable
+from nearline.protocol.errors import Busy, Cancelled, DeadlineExceeded, NearlineError, StateUnavailable, StorageFull
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +76,7 @@ class JobWorker:
         while True:
             try:
                 await step()
-            except StateUnavailable as error:
+            except (StateUnavailable, StorageFull) as error:
                 log.warning("jobs_interrupted", step=name, error=error.message)
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, 5.0)
@@ -197,7 +197,7 @@ class JobWorker:
     async def _keep_lease(self, job: Job) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            with suppress(StateUnavailable):
+            with suppress(StateUnavailable, StorageFull):
                 if not await self._store.heartbeat(job, self._consumer):
                     self._ended(job.job_id)
                     return

@@ -142,6 +142,7 @@ class JobStore:
         args: list[Any] = [job_id, request.fingerprint, key_ttl_s, MAX_QUEUED, request.deadline_s]
         args += [part for pair in fields.items() for part in pair]
         outcome, found = await self._state.run(scripts.SUBMIT, keys, args)
+        await self._state.confirm()
         if outcome == "full":
             raise Overloaded(f"{MAX_QUEUED} jobs are queued; try again later", retry_after_s=30)
         if outcome == "mismatch":

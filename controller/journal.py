@@ -9,6 +9,7 @@ have been deleted, what is left can be read but not replayed. It holds lengths a
 """
 
 import argparse
+import errno
 import hashlib
 import re
 import struct
@@ -41,14 +42,17 @@ class JournalHeader:
 
 
 class JournalWriter:
-    """Appends events. Owns: the open file. Bounded: at most `num_parts` files of about `part_bytes` are kept."""
+    """Appends events. Owns: the open file. Bounded: at most `num_parts` files of about `part_bytes` are kept.
 
-    def __init__(self, directory: Path, config: CoreConfig, part_bytes: int, num_parts: int) -> None:
+    Raises OSError, on creation too, when the disk refuses. `part` is where it begins.
+    """
+
+    def __init__(self, directory: Path, config: CoreConfig, part_bytes: int, num_parts: int, part: int = 0) -> None:
         self._directory = directory
         self._config = config
         self._part_bytes = part_bytes
         self._num_parts = num_parts
-        self._part = 0
+        self.part = part
         directory.mkdir(parents=True, exist_ok=True)
         self._open()
 
@@ -57,24 +61,27 @@ class JournalWriter:
         self._append(msgpack.packb([now, encode(event)]))
         if self._num_bytes >= self._part_bytes:
             self._file.close()
-            self._part += 1
+            self.part += 1
             self._open()
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> None:
-        self.path = self._directory / f"{self._config.epoch}.{self._part:03d}{SUFFIX}"
+        self.path = self._directory / f"{self._config.epoch}.{self.part:03d}{SUFFIX}"
         self._file = self.path.open("wb", buffering=0)
         self._num_bytes = 0
-        self._append(msgpack.packb(to_plain(JournalHeader(FORMAT, self._part, self._config))))
+        self._append(msgpack.packb(to_plain(JournalHeader(FORMAT, self.part, self._config))))
         files = sorted(self._directory.glob(f"*{SUFFIX}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in files[: -self._num_parts]:
             path.unlink(missing_ok=True)
 
     def _append(self, record: bytes) -> None:
-        self._file.write(_LENGTH.pack(len(record)) + record)
-        self._num_bytes += _LENGTH.size + len(record)
+        data = _LENGTH.pack(len(record)) + record
+        num_written = self._file.write(data)
+        self._num_bytes += num_written
+        if num_written < len(data):  # how a disk begins to be full
+            raise OSError(errno.ENOSPC, f"{num_written} of {len(data)} bytes were written", str(self.path))
 
 
 def read(path: Path) -> tuple[JournalHeader, Iterator[tuple[Event, Seconds]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from nearline.controller.redis_state import State, state_errors
-from nearline.protocol.errors import NearlineError
+from nearline.protocol.errors import NearlineError, StateUnavailable, StorageFull
 
 log = structlog.get_logger(__name__)
 
@@ -50,12 +50,21 @@ class LeaderLease:
         return [self._state.key("leader"), self._state.key("fence")]
 
     async def acquire(self) -> int:
-        """Wait until the lease is free and take it; return the fencing token. Raises StateUnavailable."""
-        is_waiting = False
-        while not (token := await self._try()):
-            if not is_waiting:
-                is_waiting = True
-                log.warning("standby", reason="another controller leads on this Redis; waiting until its lease is free")
+        """Wait until the lease is free and Redis takes writes, and take it; return the fencing token.
+
+        To fall over instead of waiting out a full disk would only begin the same wait anew.
+        """
+        told = ""
+        while True:
+            reason = "another controller leads on this Redis; waiting until its lease is free"
+            try:
+                if token := await self._try():
+                    break
+            except (StateUnavailable, StorageFull) as error:
+                reason = error.message
+            if reason != told:
+                told = reason
+                log.warning("standby", reason=reason)
             await asyncio.sleep(self._ttl_s / 6)
         self.token = token
         log.info("leader_lease_taken", fencing_token=token)

@@ -18,6 +18,14 @@ ANSWER_LIMIT_S = 10.0
 
 RETRY_AFTER_S = 2.0
 MAX_CONNECTIONS = 64
+FLUSH_LOOK_S = 0.01
+NUM_FLUSH_LOOKS = 250
+"""A server may hold back what it appends while the disk syncs, for 2 s at most."""
+
+DISK_FULL = (
+    "the disk of the state store (Redis) is full or broken: it keeps what it has but takes no writes; free some space,"
+    " nothing needs a restart"
+)
 
 
 class State:
@@ -53,6 +61,23 @@ class State:
         async with state_errors():
             return await self.redis.register_script(script)(keys=list(keys), args=list(args))
 
+    async def confirm(self) -> None:
+        """Make sure that what was written before will survive; a server without an append-only file promises nothing.
+
+        A server answers a write before it learns that its disk takes no more; it knows at the next command.
+        Raises StateUnavailable.
+        """
+        async with state_errors():
+            for _ in range(NUM_FLUSH_LOOKS):
+                known = await self.redis.info("persistence")
+                if not known.get("aof_enabled"):
+                    return
+                if known.get("aof_last_write_status") != "ok":
+                    raise StateUnavailable(DISK_FULL, retry_after_s=RETRY_AFTER_S)
+                if not int(known.get("aof_buffer_length", 0)):
+                    return
+                await asyncio.sleep(FLUSH_LOOK_S)
+
     async def close(self) -> None:
         await self.redis.aclose()
 
@@ -69,5 +94,7 @@ async def state_errors() -> AsyncIterator[None]:
     except (RedisError, OSError, TimeoutError) as error:
         if str(error).startswith("OOM"):
             raise StorageFull(f"Redis is out of memory: {error}; raise its maxmemory") from error
+        if "MISCONF" in str(error):
+            raise StateUnavailable(DISK_FULL, retry_after_s=RETRY_AFTER_S) from error
         text = f"the state store (Redis) does not answer: {error or type(error).__name__}; try again"
         raise StateUnavailable(text, retry_after_s=RETRY_AFTER_S) from error

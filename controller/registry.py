@@ -125,6 +125,7 @@ class Registry:
         keys = [self._state.key(kind), self._state.key("fence")]
         if not await self._state.run(WRITE, keys, [self._fencing_token, name, value]):
             raise StateUnavailable("another controller has taken over; ask it instead", retry_after_s=1.0)
+        await self._state.confirm()
 
 
 def _parse(cls: type[Spec], plain: dict[str, str]) -> dict[str, Spec]:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import structlog
@@ -23,7 +22,7 @@ from nearline.controller.core import ControllerCore
 from nearline.controller.handle import InstanceTrack, RequestHandle
 from nearline.controller.imports import FileFetcher, Imports
 from nearline.controller.janitor import Janitor
-from nearline.controller.journal import JournalWriter
+from nearline.controller.journal_keeper import JournalKeeper
 from nearline.controller.mishaps import outcome
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.request_info import describe
@@ -81,7 +80,6 @@ class Counters:
     num_core_errors: int = 0
     num_action_errors: int = 0
     num_check_failures: int = 0
-    num_journal_errors: int = 0
     start_estimate_s: Seconds = 0.0
     start_error_s: Seconds = 0.0
 
@@ -106,14 +104,11 @@ class Runtime:
         self._is_posting = False
         self._num_ids = 0
         self._wake: asyncio.TimerHandle | None = None
-        self._journal: JournalWriter | None = None
+        self._journal = JournalKeeper(config)
         self._files: FileFetcher | None = None
         self._checks: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._config.journal_directory is not None:
-            limits = (self._config.journal_part_bytes, self._config.journal_num_parts)
-            self._journal = JournalWriter(Path(self._config.journal_directory), self._config.core, *limits)
         self._files = FileFetcher(self.core.fleet, self._config.node_token)
         self._checks = asyncio.create_task(self._check_regularly(), name="core checks")
         return self
@@ -131,9 +126,7 @@ class Runtime:
             await asyncio.gather(self._checks, return_exceptions=True)
         if self._files is not None:
             await self._files.close()
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        self._journal.close()
 
     # ---- the front door ----
 
@@ -292,7 +285,7 @@ class Runtime:
     def _step(self, event: happened.Event) -> None:
         now = CLOCK()
         self.counters.num_events += 1
-        self._write_journal(event, now)
+        self._journal.record(event, now)
         try:
             todo = self.core.on(event, now)
         except Exception:
@@ -372,16 +365,6 @@ class Runtime:
         if self._wake is not None:
             self._wake.cancel()
         self._wake = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._post, happened.Woke())
-
-    def _write_journal(self, event: happened.Event, now: Seconds) -> None:
-        if self._journal is None:
-            return
-        try:
-            self._journal.write(event, now)
-        except OSError as error:
-            self.counters.num_journal_errors += 1
-            self._journal = None
-            log.error("journal stopped: the disk refused", error=str(error))
 
     async def _check_regularly(self) -> None:
         while True:

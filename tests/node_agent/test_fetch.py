@@ -74,7 +74,7 @@ async def test_a_source_that_changed_is_said_and_what_it_holds_now_is_not_kept(
                 await controller.ensure(f"i{number}", digest)
                 failed = await controller.state(f"i{number}", "failed")
                 assert failed.error is not None
-                assert failed.error.code == "checkpoint_corrupt"
+                assert failed.error.code == "checkpoint_unreadable"
                 assert f"{server.url}/m1 is not what it was" in failed.error.message
                 report = await controller.report(lambda r: len(r.residency) == 2)
                 assert {row.digest for row in report.residency} == {digest, other}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nearline.protocol.errors import CheckpointCorrupt, ModelNotFound
+from nearline.protocol.errors import CheckpointCorrupt, CheckpointUnreadable, ModelNotFound
 from tests.system.conftest import RunningPlatform, eventually, register
 
 
@@ -40,7 +40,7 @@ def test_a_model_is_verified_evicted_found_damaged_and_healed_by_importing_it_ag
         weights.write_bytes(content)
         with pytest.raises(CheckpointCorrupt, match=r"chunks are wrong: chunk 0"):
             list(client.admin.verify("models", "care"))
-        with pytest.raises(CheckpointCorrupt, match="import it again"):
+        with pytest.raises(CheckpointUnreadable, match="import it again"):
             client.function("care").remote("hello", max_tokens=3, temperature=0)
         client.admin.remove("models", "care")
         assert eventually(lambda: not weights.exists())

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from nearline.controller.limits import Limits
 from nearline.controller.redis_state import DEFAULT_PREFIX
 from nearline.controller.service import ServiceConfig, serve
 from nearline.controller.tenants import Tenants, read_key_file
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", action="append", default=[], metavar="NAME=KEY", help="a tenant and its key; may be repeated")
     add("--api-key-file", type=Path, help="file with one NAME=KEY per line")
     add("--tenant-weight", action="append", default=[], metavar="NAME=W", help="a tenant's share of busy models (1)")
+    add("--tenant-limit", action="append", default=[], metavar="NAME=RPM:N", help="requests a minute, at once; 0: any")
     add("--admin-key-file", type=Path, help="file with the only key that may administer (default: every key may)")
     add("--url-file", type=Path, help="write the address that was bound to this file")
     add("--max-running-jobs", type=int, default=32, help="jobs run at once")
@@ -63,6 +65,7 @@ def _config(options: argparse.Namespace) -> ServiceConfig:
         key_prefix=options.key_prefix,
         max_running_jobs=options.max_running_jobs,
         result_ttl_s=options.result_ttl,
+        limits=Limits.of(options.tenant_limit),
         tenant_weights=tuple(_weight(pair) for pair in options.tenant_weight),
     )
 

@@ -22,6 +22,7 @@ from nearline.controller.http.server import Runner
 from nearline.controller.job_worker import JobWorker
 from nearline.controller.jobs import JobStore
 from nearline.controller.lease import LeaderLease
+from nearline.controller.limits import Limits
 from nearline.controller.metrics import Metrics
 from nearline.controller.redis_state import DEFAULT_PREFIX, State
 from nearline.controller.registry import Registry
@@ -52,6 +53,7 @@ class ServiceConfig:
     max_running_jobs: int = 32
     result_ttl_s: float = 86_400.0
     tenant_weights: tuple[tuple[TenantId, float], ...] = ()
+    limits: Limits = field(default_factory=Limits)
 
 
 async def serve(config: ServiceConfig) -> None:
@@ -91,7 +93,7 @@ def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[
     registry = Registry(state, lease.token)
     texts = TextModels(config.data_dir / "text", runtime.fetch_file)
     jobs = JobStore(state, config.result_ttl_s)
-    return runtime, Door(runtime, registry, texts, jobs, state, lease, metrics, config.tenants)
+    return runtime, Door(runtime, registry, texts, jobs, state, lease, metrics, config.tenants, config.limits)
 
 
 async def _load(door: Door) -> None:

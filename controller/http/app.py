@@ -31,7 +31,7 @@ _OPEN_PATHS = ("/health", "/metrics", NODE_PATH)
 def create_app(door: Door, node_handler: Handler | None = None) -> web.Application:
     """Make the front door. `node_handler` answers the node agents' WebSockets and checks their token itself."""
     app = web.Application(
-        middlewares=[_outermost, _authenticate],
+        middlewares=[_outermost, _authenticate, _limit],
         client_max_size=MAX_BODY_BYTES,
         handler_args={"handler_cancellation": True, "keepalive_timeout": KEEPALIVE_S},
     )
@@ -112,6 +112,17 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
         if request.path.startswith("/admin"):
             tenants.check_admin(authorization)
     return await handler(request)
+
+
+@web.middleware
+async def _limit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Hold tenants to their limits wherever work begins; looking and cancelling are free."""
+    is_work = request.method == "POST" and request.path.startswith("/v1/") and not request.path.endswith("/cancel")
+    if not is_work:
+        return await handler(request)
+    door = door_of(request)
+    async with door.limits.admitted(door.state, request[TENANT]):
+        return await handler(request)
 
 
 async def _stamp(request: web.Request, response: web.StreamResponse) -> None:

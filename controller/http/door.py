@@ -7,6 +7,7 @@ from aiohttp import web
 from nearline.controller.http.ports import Runtime
 from nearline.controller.jobs import JobStore
 from nearline.controller.lease import LeaderLease
+from nearline.controller.limits import Limits
 from nearline.controller.metrics import Metrics
 from nearline.controller.redis_state import State
 from nearline.controller.registry import Registry
@@ -29,6 +30,7 @@ class Door:
     lease: LeaderLease
     metrics: Metrics = field(default_factory=Metrics)
     tenants: Tenants = field(default_factory=Tenants)
+    limits: Limits = field(default_factory=Limits)
     heartbeat_s: float = 3.0
 
 

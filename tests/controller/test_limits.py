@@ -1,0 +1,61 @@
+"""Limits of tenants on a real Valkey: they hold over several front doors, tell when to come back, and end."""
+
+import asyncio
+
+import pytest
+
+from nearline.controller.limits import Limits
+from nearline.controller.redis_state import State
+from nearline.protocol import TenantId
+from nearline.protocol.errors import RateLimited
+from tests.controller.conftest import Valkey
+
+ACME, OTHER = TenantId("acme"), TenantId("other")
+
+
+async def one(limits: Limits, state: State, tenant: TenantId = ACME) -> str:
+    try:
+        async with limits.admitted(state, tenant):
+            return "ok"
+    except RateLimited as error:
+        return error.code if 1 <= (error.retry_after_s or 0) <= 60 else f"come back in {error.retry_after_s}"
+
+
+async def test_the_eleventh_of_ten_a_minute_is_refused_whichever_front_door_it_comes_through(
+    valkey: Valkey, prefix: str
+) -> None:
+    doors = [State(valkey.url, prefix), State(valkey.url, prefix)]
+    limits = Limits.of(["acme=10:0"])
+    answers = await asyncio.gather(*(one(limits, doors[n % 2]) for n in range(30)))
+    assert sorted(answers) == ["ok"] * 10 + ["rate_limit_exceeded"] * 20
+    assert await one(limits, doors[0], OTHER) == "ok"
+    for door in doors:
+        await door.close()
+
+
+async def test_no_more_run_at_once_than_allowed_and_an_end_makes_room(state: State) -> None:
+    limits = Limits.of(["acme=0:2"])
+    async with limits.admitted(state, ACME):
+        async with limits.admitted(state, ACME):
+            assert await one(limits, state) == "rate_limit_exceeded"
+        assert await one(limits, state) == "ok"
+    with pytest.raises(ZeroDivisionError):
+        async with limits.admitted(state, ACME):
+            raise ZeroDivisionError
+    async with limits.admitted(state, ACME), limits.admitted(state, ACME):
+        pass
+
+
+async def test_while_the_store_is_away_requests_go_through(own_valkey: Valkey, prefix: str) -> None:
+    state = State(own_valkey.url, prefix)
+    limits = Limits.of(["acme=1:1"])
+    assert await one(limits, state) == "ok"
+    own_valkey.stop()
+    assert await one(limits, state) == "ok"
+    await state.close()
+
+
+@pytest.mark.parametrize("pair", ["acme", "acme=", "acme=x", "acme=1:x", "=1", "acme=-1"])
+def test_a_limit_that_is_none_is_refused(pair: str) -> None:
+    with pytest.raises(ValueError, match="NAME=PER_MINUTE:AT_ONCE"):
+        Limits.of([pair])

@@ -187,9 +187,9 @@ class ErrorInfo:
         return cls(ERRORS[NearlineError].code, f"{type(error).__name__}: {error}")
 
     def while_serving(self, digest: str) -> "ErrorInfo":
-        """The same as whoever only wanted an answer should hear it: bad bytes are no fault of theirs, and another node
-        may have good ones."""
-        if self.code != ERRORS[CheckpointCorrupt].code:
+        """The same as whoever only wanted an answer should hear it: bytes that are bad or not there are no fault of
+        theirs, and another node may have good ones."""
+        if self.code not in (ERRORS[CheckpointCorrupt].code, ERRORS[ModelNotFound].code):
             return self
         text = f"checkpoint {digest} cannot be read here: {self.message}"
         return ErrorInfo(ERRORS[CheckpointUnreadable].code, text, self.param, self.retry_after_s)

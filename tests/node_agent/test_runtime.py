@@ -115,7 +115,7 @@ async def test_engines_that_fail_while_binding_say_why_and_free_the_slot(
     assert "engine-" in died.error.message
     await controller.ensure("i3", Digest("0" * 32))
     missing = await controller.state("i3", "failed")
-    assert missing.error.code == "model_not_found"
+    assert missing.error.code == "checkpoint_unreadable"
     for instance_id in ("i4", "i5"):
         await ready(controller, digest, instance_id)
     await controller.ensure("i4", digest)

@@ -23,6 +23,16 @@ def test_the_drawn_tree_names_every_error() -> None:
     assert [cls.__name__ for cls in ERRORS if cls.__name__ not in drawing] == []
 
 
+def test_bytes_missing_or_bad_while_serving_are_a_fault_of_ours_and_name_the_checkpoint() -> None:
+    for code in ("checkpoint_corrupt", "model_not_found"):
+        error = ErrorInfo(code, "chunk 3").while_serving("d00d").exception()
+        assert (error.code, error.status, ERRORS[type(error)].is_retryable) == ("checkpoint_unreadable", 500, True)
+        assert "d00d" in error.message
+        assert "chunk 3" in error.message
+    other = ErrorInfo("unsupported_checkpoint", "no")
+    assert other.while_serving("d00d") == other
+
+
 @pytest.mark.parametrize("cls", list(ERRORS), ids=lambda cls: cls.__name__)
 def test_an_error_comes_back_as_itself(cls: type[NearlineError]) -> None:
     error = cls("what to do", param="model", retry_after_s=3.0)

@@ -212,6 +212,9 @@ def _check_data_dir(path: Path) -> None:
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is there can be served; what needs room says so itself
+            log.warning("disk_full", path=str(path), error=error.strerror)
+            return
         raise InvalidRequest(f"cannot write to {path}: {error.strerror}; choose another --data-dir") from None
 
 

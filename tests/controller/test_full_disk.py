@@ -23,8 +23,9 @@ from nearline.controller.journal_keeper import RESUME_AFTER_S, JournalKeeper
 from nearline.controller.lease import LeaderLease
 from nearline.controller.redis_state import State
 from nearline.controller.registry import Registry
+from nearline.controller.service import _check_data_dir
 from nearline.protocol import ModelId, ModelSpec, TenantId
-from nearline.protocol.errors import StateUnavailable
+from nearline.protocol.errors import InvalidRequest, StateUnavailable
 from tests.controller.fleets import checkpoint
 
 ANN = TenantId("ann")
@@ -204,3 +205,18 @@ def test_a_record_that_was_written_in_part_is_an_error(tmp_path: Path, monkeypat
     disk.room = 10
     with pytest.raises(OSError, match="10 of"):
         JournalWriter(tmp_path, CoreConfig(epoch="e"), 1 << 20, 10)
+
+
+@pytest.mark.parametrize(("number", "is_fatal"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EROFS, True)])
+def test_a_full_data_directory_stops_no_start_and_one_that_is_not_ours_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_fatal: bool
+) -> None:
+    def refuse(self: Path, data: bytes) -> int:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    if is_fatal:
+        with pytest.raises(InvalidRequest, match="choose another --data-dir"):
+            _check_data_dir(tmp_path)
+    else:
+        _check_data_dir(tmp_path)

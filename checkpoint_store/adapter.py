@@ -19,6 +19,7 @@ from nearline.protocol import LAYOUTS, CheckpointInfo, CheckpointKind, DecoderSp
 from nearline.protocol.errors import AdapterMismatch, NotFound, UnsupportedCheckpoint
 
 ADAPTER_NAME, ADAPTER_CONFIG_NAME = "adapter.json", "adapter_config.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_WEIGHTS_NAME, ADAPTER_PICKLE_NAME = "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -103,7 +104,10 @@ def _weights(directory: SourceDirectory) -> dict[str, StoredTensor]:
 
 def _files(directory: SourceDirectory, description: Mapping[str, Any]) -> dict[str, bytes]:
     files = {ADAPTER_NAME: to_json(description)}
-    for name in (ADAPTER_CONFIG_NAME, "chat_template.jinja"):
+    # Where an adapter brings its own chat template: beside its weights, or inside its tokenizer's settings.
+    has_template = "chat_template" in (directory.json(TOKENIZER_CONFIG_NAME) or {})
+    template_names = ("chat_template.jinja", *([TOKENIZER_CONFIG_NAME] if has_template else []))
+    for name in (ADAPTER_CONFIG_NAME, *template_names):
         content = directory.read(name)
         if content is not None:
             files[name] = content

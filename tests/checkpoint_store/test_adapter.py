@@ -120,6 +120,10 @@ def test_an_adapters_info_names_its_base_and_its_files(root: Path, base: Digest,
     assert (info.kind, info.base_digest, info.rank, info.dtype) == (CheckpointKind.ADAPTER, base, 4, "float32")
     assert (info.family, info.architecture) == ("llama", "LlamaForCausalLM")
     assert info.files == ("adapter.json", "adapter_config.json", "chat_template.jinja")
+    (source / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    assert import_adapter(root, source, base).info.files == info.files
+    (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert import_adapter(root, source, base).info.files == (*info.files, "tokenizer_config.json")
 
 
 def test_tensors_stand_in_execution_order_a_before_b_in_their_own_dtype(

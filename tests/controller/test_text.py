@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,6 @@ async def test_files_are_fetched_once_and_survive_without_any_node(
     own = CheckpointInfo(Digest("ad"), CheckpointKind.ADAPTER, 1, "f", "a", "/m", "float32", ("chat_template.jinja",))
     files["chat_template.jinja"] = b"X"
     assert len(await (await texts.get(info, own)).encode_chat(TALK, None, None)) == 1
+    older = replace(own, digest=Digest("ae"), files=("tokenizer_config.json",))
+    files["tokenizer_config.json"] = b'{"chat_template": "YZ"}'
+    assert len(await (await texts.get(info, older)).encode_chat(TALK, None, None)) == 2

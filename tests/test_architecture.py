@@ -39,6 +39,7 @@ MINDS = {
         "requests",
         "machines",
         "janitor",
+        "mishaps",
         "capacity",
         "promises",
         "advice",

@@ -225,7 +225,7 @@ def parse(cls: type[B], data: bytes | str | dict[str, Any]) -> B:
         is_unknown = first["type"] == "extra_forbidden"
         path = [str(part) for part in first["loc"] if isinstance(part, int) or is_unknown or str(part).isidentifier()]
         where = ".".join(path) or None
-        text = _unknown(cls, path[-1]) if is_unknown else first["msg"]
+        text = _unknown(cls, path[-1]) if is_unknown else first["msg"].removeprefix("Value error, ")
         raise InvalidRequest(f"{where or 'body'}: {text}", param=where) from None
 
 

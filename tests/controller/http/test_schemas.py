@@ -131,4 +131,5 @@ async def test_a_source_is_one_line_of_bounded_text(front: FrontDoor, source: st
         status, answer, _ = await front.post(path, {**body, "source": source})
         assert (status, answer["error"]["param"]) == (400, "source")
         assert len(answer["error"]["message"]) < 300
+        assert "Value error" not in answer["error"]["message"]
     assert front.runtime.closed_imports == []

@@ -10,7 +10,7 @@ from nearline.protocol.errors import OutOfMemory
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 TABLE_BYTES: Bytes = 2 << 20
 """What one page table spans: mappings move with their tables whole when both ends lie on this boundary."""
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,8 +44,13 @@ def unmap_range(address: int, num_bytes: Bytes) -> None:
 
 
 def move_range(source: int, num_bytes: Bytes, target: int) -> bool:
-    """Move a mapping, page tables and all, over `target`. False when the kernel will not; nothing has moved then."""
-    moved: int | None = _libc.mremap(source, num_bytes, num_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, target)
+    """Move a mapping, page tables and all, over `target`. False when the kernel will not; nothing has moved then.
+
+    The source stays mapped, its page tables empty: a hole there would be filled by anyone's next mmap (malloc's too),
+    and whoever mapped the source again would wipe that out. Kernels before 5.13 will not for shared mappings.
+    """
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    moved: int | None = _libc.mremap(source, num_bytes, num_bytes, flags, target)
     return moved == target
 
 

@@ -12,6 +12,8 @@ from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.engine.runner import Runner, RunnerConfig
 from nearline.loader import load_directory
 from nearline.protocol import CheckpointKind, Digest, decoder_spec
+from tests.engine.engine_process import EngineUnderTest
+from tests.engine.fake_engine import make_request
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.125},
@@ -67,3 +69,24 @@ def test_an_adapter_equals_peft(
         expected = peft(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(harness.logits(tokens, adapter=digest), expected, atol=1e-4, rtol=0)
     assert (plain - expected).abs().max() > 0.1, "the adapter changes nothing: a vacuous test"
+
+
+@pytest.mark.slow
+def test_one_engine_process_serves_family_after_family(
+    tmp_path: Path, tiny_model: Any, tiny_tokenizer_json: Any, oracle_greedy: Any
+) -> None:
+    engine = EngineUnderTest()
+    try:
+        for family in ("Gemma2", "Cohere", "GPT2"):
+            model, source = tiny_model(family, vocab_size=259, **FAMILIES[family]), tmp_path / family
+            model.save_pretrained(source)
+            (source / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json))
+            digest = import_checkpoint(tmp_path, CheckpointKind.MODEL, str(source)).digest
+            engine.inbox.clear()
+            engine.bind(tmp_path / "checkpoints" / digest, kv_bytes=4 << 20)
+            prompts = [list(range(3, 40)), [5, 6, 7]]
+            requests = [make_request(f"r{i}", p, max_tokens=6, ignore_eos=True) for i, p in enumerate(prompts)]
+            assert engine.generate(*requests) == [oracle_greedy(model, tokens, 6) for tokens in prompts]
+            engine.unbind()
+    finally:
+        assert "Traceback" not in engine.close()

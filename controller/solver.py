@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from nearline.controller.policy.planner import Plan, PlanGroup, PlanSlot
 from nearline.protocol import Seconds
 
-_SLACK = 1e-6
+_SLACK = 1e-4
+"""Room left to an earlier goal while a later one is sought; HiGHS keeps rows to 1e-6 and integers to 1e-6."""
 
 
 class _Programme:
@@ -110,17 +111,21 @@ def solve(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot], time_limit_s: 
                 matrix[at, index] = factor
         cost = np.zeros(num_vars)
         cost[list(goal)] = list(goal.values())
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return None
-        found = milp(
-            cost,
-            constraints=LinearConstraint(matrix.tocsr(), [low for _, low, _ in rows], [high for _, _, high in rows]),
-            bounds=Bounds(np.zeros(num_vars), np.array(programme.upper)),
-            integrality=np.array(programme.is_integer, dtype=int),
-            options={"time_limit": left_s},
-        )
-        if found.status != 0 or found.x is None:
+        found = None
+        for has_presolve in (True, False):  # HiGHS's presolve sometimes loses a feasible programme
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            found = milp(
+                cost,
+                constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),
+                bounds=Bounds(np.zeros(num_vars), np.array(programme.upper)),
+                integrality=np.array(programme.is_integer, dtype=int),
+                options={"time_limit": left_s, "presolve": has_presolve},
+            )
+            if found.status == 0:
+                break
+        if found is None or found.status != 0 or found.x is None:
             return None
         solution = found.x
         rows.append((goal, float("-inf"), float(found.fun) + _SLACK))

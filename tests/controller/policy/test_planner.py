@@ -105,7 +105,7 @@ def test_the_solver_agrees_with_the_oracle(groups: list[PlanGroup], slots: list[
     plan: Plan | None = solve(groups, slots, 20.0)
     assert plan is not None
     expected = score(exact(groups, slots), groups, slots)
-    assert score(plan, groups, slots) == pytest.approx(expected, abs=1e-4)
+    assert score(plan, groups, slots) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_solver_without_time_answers_nothing() -> None:

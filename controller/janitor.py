@@ -1,9 +1,11 @@
 """Which checkpoints lie on nodes for nobody: left by imports that came to nothing, or by deletions a node missed. Pure.
 
-Bytes may be the last copy there is, so what is not certainly abandoned stays: nothing is swept before the whole
-registry is known, none of it while no name is registered at all (an empty registry may be the wrong one), none while
-something is being registered, and no checkpoint before nobody has needed it for the whole grace period.
+Bytes may be the last copy there is, so what is not certainly abandoned stays: only checkpoints that this very registry
+once had brought in are swept (a controller pointed at the wrong Redis touches nothing), none before the whole registry
+is known, none while something is being registered, and none before nobody has needed it for the whole grace period.
 """
+
+from collections.abc import Container
 
 from nearline.controller.state import Fleet
 from nearline.protocol import Digest, NodeId, Seconds
@@ -13,14 +15,15 @@ class Janitor:
     """Keeps since when each checkpoint of each connected node has been needed by nobody."""
 
     def __init__(self, grace_s: Seconds) -> None:
-        self.is_registry_known = False
+        self.own: Container[Digest] = ()
+        """Checkpoints that the registry had imported, ever; empty until the registry is known."""
         self.num_registering = 0
         self._grace_s = grace_s
         self._unneeded_since: dict[tuple[NodeId, Digest], Seconds] = {}
 
     def sweep(self, fleet: Fleet, now: Seconds) -> list[tuple[NodeId, Digest]]:
         """List what may be deleted now. What is still there after another grace period is listed again."""
-        if not self.is_registry_known or self.num_registering or not (fleet.current or fleet.adapters):
+        if self.num_registering:
             self._unneeded_since = {}
             return []
         needed = _needed(fleet)
@@ -29,7 +32,7 @@ class Janitor:
             for node in fleet.nodes.values()
             if node.is_connected
             for digest in node.residency
-            if digest not in needed
+            if digest in self.own and digest not in needed
         ]
         self._unneeded_since = {place: self._unneeded_since.get(place, now) for place in places}
         due = [place for place, since in self._unneeded_since.items() if now - since >= self._grace_s]

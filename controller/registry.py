@@ -51,14 +51,24 @@ class Registry:
         self._fencing_token = fencing_token
         self.models: dict[str, ModelSpec] = {}
         self.adapters: dict[str, AdapterSpec] = {}
+        self.checkpoints: set[Digest] = set()
+        """Every checkpoint that was ever imported for this registry, named by anything or not."""
 
     async def load(self) -> None:
         """Read everything from Redis. Raises StateUnavailable."""
         async with state_errors():
             models = await self._state.redis.hgetall(self._state.key("models"))
             adapters = await self._state.redis.hgetall(self._state.key("adapters"))
+            digests = await self._state.redis.smembers(self._state.key("checkpoints"))
+        self.checkpoints.update(Digest(digest) for digest in digests)
         self.models = _parse(ModelSpec, models)
         self.adapters = _parse(AdapterSpec, adapters)
+
+    async def note_checkpoint(self, digest: Digest) -> None:
+        """Remember that these bytes are ours, before any name needs them. Raises StateUnavailable."""
+        async with state_errors():
+            await self._state.redis.sadd(self._state.key("checkpoints"), digest)
+        self.checkpoints.add(digest)
 
     def resolve(self, name: str) -> Target:
         """Find what `name` means: a model's id, an adapter's id, or `base:adapter`. Raises ModelNotFound."""

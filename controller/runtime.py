@@ -7,7 +7,7 @@ are no locks because there is one writer. Actions never wait; what they lead to 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -160,9 +160,10 @@ class Runtime:
     def remove_adapter(self, adapter_id: ModelId) -> None:
         self._post(happened.AdapterRemoved(adapter_id))
 
-    def registry_loaded(self) -> None:
-        """Say that every name there is was added: from now on, bytes on nodes that none of them needs may go."""
-        self._janitor.is_registry_known = True
+    def registry_loaded(self, own: Container[Digest]) -> None:
+        """Say that every name there is was added: from now on, those of the registry's `own` checkpoints that none of
+        them needs may go from the nodes. `own` may grow."""
+        self._janitor.own = own
 
     @contextmanager
     def registering(self) -> Iterator[None]:

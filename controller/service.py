@@ -103,7 +103,7 @@ async def _load(door: Door) -> None:
         door.runtime.add_model(model)
     for adapter in door.registry.adapters.values():
         door.runtime.add_adapter(adapter)
-    door.runtime.registry_loaded()
+    door.runtime.registry_loaded(door.registry.checkpoints)
     log.info("registry_loaded", num_models=len(door.registry.models), num_adapters=len(door.registry.adapters))
 
 

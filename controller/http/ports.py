@@ -3,7 +3,7 @@
 The live implementation is controller/runtime.py; tests drive the same routes with a scripted one.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Container
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -54,8 +54,8 @@ class Runtime(Protocol):
 
     def remove_adapter(self, adapter_id: ModelId) -> None: ...
 
-    def registry_loaded(self) -> None:
-        """Say that every name there is was added."""
+    def registry_loaded(self, own: Container[Digest]) -> None:
+        """Say that every name there is was added; `own` are the checkpoints the registry had imported, ever."""
 
     def registering(self) -> AbstractContextManager[None]:
         """Keep all bytes from an import to the name it is for."""

@@ -59,6 +59,7 @@ class Registrar:
                     yield {"phase": update.phase, "done_bytes": update.done_bytes, "total_bytes": update.total_bytes}
             if checkpoint is None:
                 raise NearlineError("the import ended without a checkpoint; see the node agent's log")
+            await door.registry.note_checkpoint(checkpoint.digest)
             await door.texts.preload(checkpoint)
             if isinstance(body, ModelBody):
                 yield await self._complete(_keeping_bytes(door, _publish_model(door, body, checkpoint)))

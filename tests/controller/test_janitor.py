@@ -11,7 +11,7 @@ ORPHAN = (NodeId("n1"), "orphan")
 
 def keeper() -> Janitor:
     janitor = Janitor(GRACE_S)
-    janitor.is_registry_known = True
+    janitor.own = {"orphan", "digest-of-a", "digest-of-p"}
     return janitor
 
 
@@ -35,13 +35,21 @@ def test_what_no_name_needs_goes_after_the_grace_period_and_nothing_else() -> No
     assert janitor.sweep(w.core.fleet, 1000.0 + 2 * GRACE_S) == [ORPHAN], "and is asked again"
 
 
-def test_nothing_goes_before_the_registry_is_known_nor_while_it_is_empty() -> None:
-    janitor = Janitor(GRACE_S)
-    for w in (holding("orphan"), World()):
-        if not w.nodes:
-            w.add_node(report("n1", digests=["orphan"]))
-            janitor.is_registry_known = True
-        assert all(janitor.sweep(w.core.fleet, now) == [] for now in (0.0, GRACE_S, 9 * GRACE_S))
+def test_nothing_goes_before_the_registry_is_known_nor_what_another_registry_brought_in() -> None:
+    w = holding("orphan", "of another registry")
+    unknown = Janitor(GRACE_S)
+    assert all(unknown.sweep(w.core.fleet, now) == [] for now in (0.0, GRACE_S, 9 * GRACE_S))
+    janitor = keeper()
+    janitor.sweep(w.core.fleet, 0.0)
+    assert janitor.sweep(w.core.fleet, GRACE_S) == [ORPHAN]
+
+
+def test_a_registry_without_names_sweeps_what_it_once_had() -> None:
+    w = World()
+    w.add_node(report("n1", digests=["orphan"]))
+    janitor = keeper()
+    janitor.sweep(w.core.fleet, 0.0)
+    assert janitor.sweep(w.core.fleet, GRACE_S) == [ORPHAN]
 
 
 def test_a_registration_under_way_keeps_everything_and_the_time_starts_anew() -> None:

@@ -287,7 +287,7 @@ async def test_a_start_is_measured_to_its_last_byte(fleet: Fleet) -> None:
 async def test_orphans_are_deleted_where_they_lie_and_nothing_is_while_a_name_is_being_made(fleet: Fleet) -> None:
     runtime = fleet.runtime
     runtime._janitor._grace_s = 0.1
-    runtime.registry_loaded()
+    runtime.registry_loaded({Digest("orphan"), Digest("digest-of-a")})
     async with fleet.agent("n1") as clean, fleet.agent("n2", residency=(resident("orphan"),)) as littered:
         with runtime.registering():
             await asyncio.sleep(0.3)

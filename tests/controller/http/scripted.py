@@ -150,7 +150,7 @@ class ScriptedRuntime:
     def remove_adapter(self, adapter_id: ModelId) -> None:
         self.adapters.pop(adapter_id, None)
 
-    def registry_loaded(self) -> None: ...
+    def registry_loaded(self, own: Any) -> None: ...
 
     @contextmanager
     def registering(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,8 @@ def main() -> int:
         step_tokens=arguments.step_tokens or None,
         is_prefix_cached=not arguments.no_prefix_cache,
     )
+    gc.collect()
+    gc.freeze()  # torch's hundred thousand objects stay: no collection in the middle of a request walks them again
     link = AgentLink(socket.socket(fileno=arguments.socket_fd))
     return EngineServer(link, arguments.pool_fd, arguments.ready_fd, habits).serve(time.monotonic() - started_at)
 

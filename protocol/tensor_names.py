@@ -3,6 +3,7 @@
 Pure. Names are transformers' own; a family with other names is another row of `LAYOUTS`.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -78,13 +79,14 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def tensor_slots(spec: DecoderSpec) -> list[TensorSlot]:
+@functools.lru_cache(maxsize=16)
+def tensor_slots(spec: DecoderSpec) -> tuple[TensorSlot, ...]:
     """List the tensors of the decoder in execution order: the order of bytes in our checkpoints.
 
     None for layout "generic", whose names only transformers knows.
     """
     if spec.layout == "generic":
-        return []
+        return ()
     layout, table = LAYOUTS[spec.layout], (spec.vocab_size, spec.model_dim)
     slots = [TensorSlot(layout.embedding + ".weight", table, "embedding")]
     if spec.learned_positions:
@@ -96,7 +98,7 @@ def tensor_slots(spec: DecoderSpec) -> list[TensorSlot]:
     slots += [TensorSlot(f"{layout.final_norm}.{kind}", (spec.model_dim,), f"final_norm.{kind}") for kind in kinds]
     if not spec.is_tied:
         slots.append(TensorSlot("lm_head.weight", table, "head"))
-    return slots
+    return tuple(slots)
 
 
 def _layer_slots(spec: DecoderSpec, layout: Layout, index: int, role: str) -> Iterator[TensorSlot]:

@@ -1,8 +1,10 @@
 """The tensors that keep keys and values, cut into blocks, and how many blocks a budget buys."""
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +61,9 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched pages, torch's are written: touching gigabytes would make a bind take seconds.
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    # Untouched pages, where torch would write zeros: touching gigabytes would make a bind take seconds. Small pages:
+    # the first block touches every layer's keys and values, and 2 MiB zeroed for each costs more than a prefill.
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    with contextlib.suppress(OSError):  # only advice: kernels built without it refuse
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

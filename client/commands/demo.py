@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
@@ -19,7 +20,7 @@ from nearline.client.commands.up import say, stop_signal, when_ready
 from nearline.client.commands.waterfall import waterfall
 from nearline.client.functions import AsyncClient
 from nearline.client.platform import Platform, PlatformConfig, running_platform
-from nearline.protocol.errors import InvalidRequest, NearlineError
+from nearline.protocol.errors import Fault, InvalidRequest, NearlineError
 
 MODEL = "smollm2"
 KEEP_ALIVE_S = 4.0
@@ -76,7 +77,8 @@ async def _acts(examples: Path, gguf: Path | None, data_dir: Path, keep: bool, s
             _next_steps(platform)
             await stopped.wait()
         _title(7 if keep else 6, "Stop everything")
-    say("no process, socket or shared memory is left behind")
+        children = psutil.Process().children(recursive=True)
+    _say_what_is_left(children, data_dir)
     if not keep:
         say("next: `nearline demo --keep` leaves it running; README.md shows how to register your own model")
 
@@ -159,6 +161,15 @@ async def _what_runs(client: AsyncClient) -> None:
     console.print("\n  [dim]$ nearline ps[/]")
     for row in await client.admin.list("instances"):
         console.print(f"  {row['id']}  {row['model']}  {row['state']}  adapters: {row['num_adapters']}")
+
+
+def _say_what_is_left(children: list[psutil.Process], data_dir: Path) -> None:
+    """Look for what outlived the platform. Shared memory is a memfd: it goes with its processes."""
+    running = [str(child.pid) for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    left = [f"process {pid}" for pid in running] + [str(path) for path in data_dir.rglob("*") if path.is_socket()]
+    if left:
+        raise Fault(f"left behind: {', '.join(left)}")
+    say(f"all {len(children)} processes are gone; no socket or shared memory is left behind")
 
 
 def _next_steps(platform: Platform) -> None:

@@ -41,6 +41,7 @@ from nearline.protocol.request import (
     TokenLogprob,
     Usage,
 )
+from nearline.protocol.step_time import StepProfile, StepTimeModel, StepWork
 from nearline.protocol.tensor_names import LAYOUTS, TensorSlot, tensor_slots
 from nearline.protocol.wire import MessageCodec, WireError, encode, from_plain, to_plain
 
@@ -81,6 +82,9 @@ __all__ = [
     "Slo",
     "SloClass",
     "StartTimings",
+    "StepProfile",
+    "StepTimeModel",
+    "StepWork",
     "TaskId",
     "TenantId",
     "TensorSlot",

@@ -93,6 +93,8 @@ class CapacityDesk:
     def _is_wanting(self, model: ModelRecord) -> bool:
         if model.key not in self._fleet.models:
             return False
+        if not model.queue.num_waiting and model.num_live >= model.spec.min_replicas:
+            return False  # the usual case, without a reason put into words
         return scaling.wanted(model, self._config).num_replicas > model.num_live
 
     def _urgency(self, model: ModelRecord) -> tuple[int, Seconds, ModelKey]:

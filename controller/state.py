@@ -72,8 +72,9 @@ class InstanceRecord:
     @property
     def is_usable(self) -> bool:
         """New requests may be dispatched to it."""
-        is_sound = self.state is InstanceState.READY and not self.is_stopping and not self.is_doubtful
-        return is_sound and self.node.is_connected
+        if self.state is not InstanceState.READY or self.is_stopping or self.is_doubtful:
+            return False
+        return self.node.is_connected
 
     @property
     def is_live(self) -> bool:
@@ -164,14 +165,12 @@ class ModelRecord:
     last_places: int = 0
     lengths: LengthPredictor = field(default_factory=LengthPredictor)
     waits: WaitEstimator = field(default_factory=WaitEstimator)
+    digest: Digest = field(init=False)
+    key: ModelKey = field(init=False)
 
-    @property
-    def key(self) -> ModelKey:
-        return (self.spec.model_id, self.digest)
-
-    @property
-    def digest(self) -> Digest:
-        return self.spec.checkpoint.digest
+    def __post_init__(self) -> None:
+        self.digest = self.spec.checkpoint.digest
+        self.key = (self.spec.model_id, self.digest)
 
     @property
     def num_bytes(self) -> Bytes:
@@ -179,17 +178,26 @@ class ModelRecord:
 
     @property
     def num_live(self) -> int:
-        return sum(instance.is_live for instance in self.instances.values())
+        count = 0
+        for instance in self.instances.values():
+            count += not instance.is_stopping
+        return count
 
     @property
     def num_places(self) -> int:
         """Sequences that its usable instances run at once."""
-        return sum(instance.max_running for instance in self.instances.values() if instance.is_usable)
+        count = 0
+        for instance in self.instances.values():
+            if instance.is_usable:
+                count += instance.max_running
+        return count
 
     def refresh(self, now: Seconds) -> None:
         """Note when the model begins or ceases to be starved."""
-        is_starved = self.queue.num_waiting > 0 and self.num_live == 0
-        self.starved_since = (now if self.starved_since is None else self.starved_since) if is_starved else None
+        if not self.queue.num_waiting or self.num_live:
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
 
     def retire(self) -> None:
         """Take the name away from this version; it serves on only for those who hold it."""

@@ -45,7 +45,11 @@ def has_room(instance: InstanceView, config: CoreConfig) -> bool:
     """Whether an instance may be sent anything: one that tests a suspect is left alone until a token comes."""
     if not instance.is_usable or len(instance.in_flight) >= instance.max_running + config.dispatch_headroom:
         return False
-    return not any(is_suspect(request, config) and not request.has_token for request in instance.in_flight.values())
+    num_fruitless = config.max_fruitless_losses - 1
+    for request in instance.in_flight.values():  # every request of every decision passes here: no calls
+        if request.num_fruitless >= num_fruitless and not request.has_token:
+            return False
+    return True
 
 
 def is_suspect(request: RequestView, config: CoreConfig) -> bool:

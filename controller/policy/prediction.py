@@ -6,6 +6,7 @@ Old answers fade, so a change of traffic is learned within a few hundred of them
 Source: [ssjf] shortest predicted first; its predictor is a language model, ours costs microseconds.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -45,9 +46,9 @@ class Moments:
     variance: float = 0.0
 
     def add(self, value: float) -> None:
-        self.weight = min(self.weight + 1.0, _MEMORY)
-        step = 1.0 / self.weight
-        delta = value - self.mean
+        weight = self.weight
+        self.weight = weight = weight + 1.0 if weight < _MEMORY - 1.0 else _MEMORY
+        step, delta = 1.0 / weight, value - self.mean
         self.mean += step * delta
         self.variance = (1.0 - step) * (self.variance + step * delta * delta)
 
@@ -100,7 +101,7 @@ class LengthPredictor:
 
 def bucket_of(num_tokens: float) -> int:
     """Return the bucket of a predicted length: 0 for the shortest."""
-    return sum(num_tokens > limit for limit in BUCKET_LIMITS)
+    return bisect_left(BUCKET_LIMITS, num_tokens)
 
 
 class Waiting(Protocol):

@@ -75,7 +75,9 @@ class RuntimeConfig:
     node_token: str = field(default="", repr=False)
     """Bearer token that node agents must show, and that they are shown; empty: none."""
     fencing_token: int = 0
-    """Rises with every new leader; agents refuse a leader with a smaller one."""
+    """Rises with every new leader; agents refuse a leader with a smaller one of the same deployment."""
+    deployment: str = ""
+    """What the state store is called, from its first use on: fencing tokens of different ones are not compared."""
     report_interval_s: Seconds = 1.0
     """How often node agents report. > 0."""
     link_patience_s: Seconds = 12.0

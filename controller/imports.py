@@ -10,6 +10,7 @@ import aiohttp
 import structlog
 
 from nearline.controller.node_link import NodeLinks
+from nearline.controller.policy.imports import import_place
 from nearline.controller.state import Fleet, NodeRecord
 from nearline.protocol import Bytes, CheckpointKind, Digest, NodeId, TaskId
 from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound
@@ -125,13 +126,10 @@ class Imports:
         return nodes
 
     def _choose_node(self, base_digest: Digest | None) -> NodeRecord:
-        """The connected node with most disk left; for an adapter, one that holds its base."""
-        nodes = [node for node in self._fleet.nodes.values() if node.is_connected]
-        if base_digest is not None:
-            nodes = [node for node in nodes if node.holds(base_digest)] or nodes
-        if not nodes:
+        node_id = import_place(self._fleet.nodes.values(), base_digest)
+        if node_id is None:
             raise NodeLost("no node is connected; start one with `nearline node`", retry_after_s=_RETRY_S)
-        return min(nodes, key=lambda node: (-node.report.ssd_free_bytes, node.node_id))
+        return self._fleet.nodes[node_id]
 
 
 class FileFetcher:

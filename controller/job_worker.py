@@ -9,17 +9,18 @@ from typing import Any
 import structlog
 from redis.exceptions import ResponseError
 
-from nearline.controller.jobs import GROUP, Job, JobStore, is_retryable
+from nearline.controller.jobs import GROUP, Job, JobStore
+from nearline.controller.policy.jobs import PAUSES_S, Expire, Fail, verdict
 from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId
-from nearline.protocol.errors import Busy, Cancelled, DeadlineExceeded, NearlineError, StateUnavailable, StorageFull
+from nearline.protocol.errors import Cancelled, NearlineError, StateUnavailable, StorageFull
 
 log = structlog.get_logger(__name__)
 
 RunJob = Callable[[Job, Callable[[], Awaitable[None]]], Awaitable[dict[str, Any]]]
 """Runs one attempt and returns its result; it awaits the callback when the first token is there."""
 
-BACKOFF_S = (1.0, 30.0)
+BACKOFF_S = PAUSES_S
 
 
 class JobWorker:
@@ -182,17 +183,13 @@ class JobWorker:
 
     async def _failed(self, job: Job, error: Exception) -> None:
         log.warning("job_attempt_failed", job_id=job.job_id, attempt=job.attempt, error=repr(error))
-        if isinstance(error, DeadlineExceeded):
+        found = verdict(error, job.attempt, BACKOFF_S)
+        if isinstance(found, Expire):
             await self._forever("result", lambda: self._store.expire(job, error))
-            return
-        if not is_retryable(error):
+        elif isinstance(found, Fail):
             await self._forever("result", lambda: self._store.fail(job, error))
-            return
-        wait_s = error.retry_after_s if isinstance(error, NearlineError) else None
-        low_s, high_s = BACKOFF_S
-        delay_s = wait_s if wait_s is not None else min(low_s * 2 ** min(job.attempt - 1, 10), high_s)
-        is_failure = not isinstance(error, Busy)
-        await self._forever("result", lambda: self._store.retry(job, error, delay_s, is_failure))
+        else:
+            await self._forever("result", lambda: self._store.retry(job, error, found.pause_s, found.is_failure))
 
     async def _keep_lease(self, job: Job) -> None:
         while True:

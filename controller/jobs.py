@@ -17,7 +17,6 @@ from nearline.controller import job_scripts as scripts
 from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId, TenantId, from_plain, to_plain
 from nearline.protocol.errors import (
-    ERRORS,
     DeadlineExceeded,
     ErrorInfo,
     IdempotencyMismatch,
@@ -322,11 +321,6 @@ class JobStore:
             event.set()
         for listener in self._listeners:
             listener(job_id)
-
-
-def is_retryable(error: BaseException) -> bool:
-    """Whether another attempt may help; errors that are not ours may be anything, so they get one."""
-    return ERRORS[type(error)].is_retryable if isinstance(error, NearlineError) else True
 
 
 def _error_text(error: BaseException) -> str:

@@ -38,13 +38,17 @@ RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL'
 
 
 class LeaderLease:
-    """This process's claim to be the controller. `token` is its fencing token, 0 while it is not the leader."""
+    """This process's claim to be the controller. `token` is its fencing token, 0 while it is not the leader.
+
+    `deployment` names the state store once the lease was acquired: tokens count up within one deployment only.
+    """
 
     def __init__(self, state: State, ttl_s: float = 6.0) -> None:
         self._state = state
         self._ttl_s = ttl_s
         self._owner = _identity(os.getpid())
         self.token = 0
+        self.deployment = ""
 
     def _keys(self) -> list[str]:
         return [self._state.key("leader"), self._state.key("fence")]
@@ -59,6 +63,7 @@ class LeaderLease:
             reason = "another controller leads on this Redis; waiting until its lease is free"
             try:
                 if token := await self._try():
+                    self.deployment = await self._name()
                     break
             except (StateUnavailable, StorageFull) as error:
                 reason = error.message
@@ -80,6 +85,12 @@ class LeaderLease:
         if owner is None or not _is_dead(owner):
             return 0
         return int(await self._state.run(TAKE_OVER, self._keys(), [self._owner, ttl_ms, owner]))
+
+    async def _name(self) -> str:
+        async with state_errors():
+            key = self._state.key("deployment")
+            await self._state.redis.set(key, uuid.uuid4().hex, nx=True)
+            return str(await self._state.redis.get(key))
 
     async def keep(self, on_lost: Callable[[], None]) -> None:
         """Renew for ever. Calls `on_lost` once when another controller has taken over; an outage alone is no loss."""

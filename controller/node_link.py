@@ -111,7 +111,7 @@ class NodeLinks:
         self._links[link.node_id] = link
         if older is not None:
             older.close()
-        link.send(Welcome(self._config.report_interval_s, self._config.fencing_token))
+        link.send(Welcome(self._config.report_interval_s, self._config.fencing_token, self._config.deployment))
         log.info("node joined", node=link.node_id, replaced=older is not None)
         try:
             self._owner.node_joined(report)

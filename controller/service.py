@@ -87,6 +87,7 @@ def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[
         core=CoreConfig(epoch=str(lease.token), tenant_weights=config.tenant_weights),
         node_token=config.node_token,
         fencing_token=lease.token,
+        deployment=lease.deployment,
         journal_directory=str(config.data_dir / "journal"),
     )
     runtime = Runtime(runtime_config, on_started=metrics.started)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import aiohttp
 import structlog
 
+from nearline.node_agent.fence import Fence
 from nearline.protocol import MessageCodec, Seconds, WireError, encode
 from nearline.protocol.frames import Report, ToAgent, Welcome
 
@@ -45,6 +46,7 @@ class ControllerLink:
         self._hello, self._on_message, self._on_lost = hello, on_message, on_lost
         self._outbox: deque[bytes] = deque()
         self._has_news = asyncio.Event()
+        self._fence = Fence()
         self._is_open = False
         self.is_up = False
 
@@ -104,6 +106,8 @@ class ControllerLink:
                 if not self.is_up:
                     if not isinstance(said, Welcome):
                         raise WireError(f"{type(said).__name__} before Welcome")
+                    if not self._fence.admits(said.deployment, said.fencing_token):
+                        return f"a newer controller than number {said.fencing_token} has led this node"
                     limit.reschedule(None)
                     self.is_up = True
                     log.info("linked to the controller", url=self._url)

@@ -18,10 +18,14 @@ from nearline.protocol.request import Request, SequenceUpdate
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to the first NodeReport of a link: how often to report, and the fencing token of this leader."""
+    """Answer to the first NodeReport of a link: how often to report, and the fencing token of this leader.
+
+    An agent ends the link of a leader whose token is below one it has obeyed in the same `deployment`.
+    """
 
     report_interval_s: Seconds
     fencing_token: int
+    deployment: str = ""
 
 
 @dataclass(frozen=True, slots=True)

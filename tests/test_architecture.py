@@ -28,7 +28,7 @@ WORDS = {"types", "config", "events", "actions", "errors", "ids", "request", "mo
 MINDS = {
     "checkpoint_store": {"tiers", "ssd", "estimate", "depth"},
     "engine": {"sequence", "block_manager", "scheduler", "core", "adapters", "admission", "validation"},
-    "node_agent": {"core", "lifecycle", "roster", "supply", "budget", "pace", "sequences"},
+    "node_agent": {"core", "lifecycle", "roster", "supply", "budget", "pace", "sequences", "fence"},
     "controller": {
         "core",
         "state",

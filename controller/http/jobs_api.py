@@ -17,12 +17,10 @@ from nearline.controller.http.openai_completions import Completion, prompts_of
 from nearline.controller.http.openai_embeddings import Embedding, inputs_of
 from nearline.controller.http.schemas import ChatBody, CompletionBody, EmbeddingBody, JobBody
 from nearline.controller.jobs import Job, JobRequest
-from nearline.protocol import Slo, SloClass
+from nearline.controller.policy.jobs import promise
 from nearline.protocol.errors import InvalidRequest
 
 MAX_LISTED = 100
-SOON_S = 120.0
-"""A job due within this time belongs to the class that must start within a minute."""
 
 
 async def submit(request: web.Request) -> web.StreamResponse:
@@ -87,10 +85,9 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
 
 async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:
     """Run one attempt of a job to its result. Raises NearlineError."""
-    left_s = max(job.left_s or 0.0, 1.0)
-    slo_class = SloClass.BATCH_1M if left_s <= SOON_S else SloClass.BATCH_1H
-    caller = Caller(job.tenant, Slo(slo_class, deadline_s=left_s))
-    data = {**job.body, "deadline_s": left_s}
+    slo = promise(job.left_s)
+    caller = Caller(job.tenant, slo)
+    data = {**job.body, "deadline_s": slo.deadline_s}
     if job.endpoint == "/v1/embeddings":
         return await (await Embedding.open(door, caller, data)).result(on_first_token=started)
     running: Invocation | ChatCompletion | Completion

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from nearline.protocol import Digest, Seconds, TenantId
 
@@ -27,8 +27,7 @@ _MAX_KEYS = 4096
 _Key = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """What is known of a request before it runs."""
 
     tenant: TenantId

@@ -9,9 +9,9 @@ Source: [qlm] request waiting time as a normal sum over bucket statistics and to
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
+from typing import NamedTuple
 
 from nearline.controller.policy.prediction import BUCKET_LIMITS, Moments
 from nearline.protocol import Seconds
@@ -24,8 +24,7 @@ _NORMAL = NormalDist()
 _Z = {q: _NORMAL.inv_cdf(q) for q in (0.1, *QUANTILES)}
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Time until something happens, as a normal distribution cut off at zero."""
 
     mean_s: Seconds

@@ -121,3 +121,16 @@ async def test_what_is_sent_without_a_link_is_dropped() -> None:
     for _ in range(10):
         link.send(REPORT)
     assert not link._outbox
+
+
+async def test_a_leader_that_was_replaced_is_not_obeyed_again() -> None:
+    """Leaders 3, 4 and then 3 again, which never noticed that it lost its lease; 5 and a new store are fine."""
+    welcomes = [Welcome(1.0, 3, "d"), Welcome(1.0, 4, "d"), Welcome(1.0, 3, "d"), Welcome(1.0, 5, "d")]
+
+    async def lead(ws: web.WebSocketResponse, number: int) -> None:
+        await ws.send_bytes(encode(welcomes[number - 1] if number <= 4 else Welcome(1.0, 1, "begun anew")))
+
+    async with Peer(lead) as peer:
+        await peer.until("Welcome", 4, 8)
+        assert peer.num_links == 5, "the third was refused before anything it said was heard"
+    assert peer.events[-1] == "Welcome"

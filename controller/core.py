@@ -134,8 +134,9 @@ class ControllerCore:
         agenda = self._agenda
         while True:
             while agenda.touched:
-                key = next(iter(agenda.touched))
-                self._settle(agenda.touched.pop(key), now)
+                touched, agenda.touched = agenda.touched, {}
+                for model in touched.values():
+                    self._settle(model, now)
             timer = agenda.timers.due(now)
             if timer is not None:
                 self._time_came(*timer, now)
@@ -181,6 +182,8 @@ class ControllerCore:
                 self._agenda.is_plan_due = True
 
     def _delete_doomed(self) -> None:
+        if not self.fleet.doomed:
+            return
         for digest in [d for d in self.fleet.doomed if not self.fleet.is_referenced(d)]:
             del self.fleet.doomed[digest]
             self._agenda.do(DeleteCheckpoint(digest, "nothing registered or running refers to it"))

@@ -10,6 +10,7 @@ Source: [qlm] request groups and virtual queues; its public artifact forgets a d
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nearline.controller.config import target_s
 from nearline.controller.events import RequestInfo
@@ -19,8 +20,7 @@ from nearline.controller.policy.waiting import Wait
 from nearline.protocol import Digest, InstanceId, ModelId, RequestId, Seconds, SloClass, TenantId
 
 
-@dataclass(frozen=True, slots=True)
-class GroupKey:
+class GroupKey(NamedTuple):
     """Requests that are alike to the planner: same model version, adapter, SLO class and predicted length."""
 
     model_id: ModelId
@@ -35,7 +35,7 @@ class RequestRecord:
     """One request from arrival to end. Waits in its group while `instance_id` is None, else runs there.
 
     `order` is its place among all arrivals; `num_fruitless` counts crashes in a row that it saw without a token.
-    `predicted_tokens` and `length_bucket` stay as they were at its arrival; `charged_tokens` are the output tokens its
+    `predicted_tokens`, `length_bucket` and so `group_key` stay as they were at its arrival; `charged_tokens` are the output tokens its
     tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival, before calibration.
     """
 
@@ -55,6 +55,7 @@ class RequestRecord:
     charged_tokens: float | None = None
     first_token_at: Seconds | None = None
     raw_wait: Wait | None = None
+    known_key: GroupKey | None = None
 
     @property
     def target_s(self) -> Seconds:
@@ -76,8 +77,10 @@ class RequestRecord:
 
     @property
     def group_key(self) -> GroupKey:
-        info = self.info
-        return GroupKey(info.model_id, self.digest, info.adapter_digest, info.slo.slo_class, self.length_bucket)
+        if self.known_key is None:
+            info, bucket = self.info, self.length_bucket
+            self.known_key = GroupKey(info.model_id, self.digest, info.adapter_digest, info.slo.slo_class, bucket)
+        return self.known_key
 
 
 @dataclass(slots=True, eq=False)
@@ -192,6 +195,9 @@ class VirtualQueue:
 
     def candidates(self, now: Seconds) -> Iterator[RequestRecord]:
         """Yield the head of every line in the order in which they should run; all others wait behind one of them."""
+        if self.num_waiting == 1:
+            yield next(iter(self.busy_groups.values())).head()
+            return
         by_class: dict[SloClass, list[RequestGroup]] = {}
         for group in self.ordered_groups():
             by_class.setdefault(group.key.slo_class, []).append(group)
@@ -209,8 +215,10 @@ class VirtualQueue:
         All of classes that are due before it; of its own class those of its tenant that are not longer, and of each
         other tenant as many as its turns come to meanwhile.
         """
-        slo_class, due_at, tenant = request.info.slo.slo_class, request.due_at, request.info.tenant
         ahead: dict[int, float] = {}
+        if not self.num_waiting:
+            return ahead
+        slo_class, due_at, tenant = request.info.slo.slo_class, request.due_at, request.info.tenant
         totals: dict[TenantId, int] = {}
         own = [group for group in self.busy_groups.values() if group.key.slo_class is slo_class]
         for group in own:

@@ -96,7 +96,8 @@ class RequestDesk:
                 model.waits.observed(request.raw_wait, now - request.arrived_at)
             if model.num_running <= model.num_places:
                 model.waits.began(now - request.dispatched_at)
-        self._agenda.touch(model)
+        if model.queue.num_waiting:  # an instance that tested a suspect has room again
+            self._agenda.touch(model)
 
     def sequence_ended(self, event: SequenceEnded, now: Seconds) -> None:
         """End the request, or hold it again if its end was the instance's fault. Stale attempts change nothing."""

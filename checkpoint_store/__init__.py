@@ -7,7 +7,7 @@ the store's threads nor its libraries.
 from typing import TYPE_CHECKING, Any
 
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
-from nearline.checkpoint_store.estimate import Bandwidths, load_s
+from nearline.checkpoint_store.estimate import Bandwidths
 from nearline.checkpoint_store.lease import Lease, ReadStats
 from nearline.checkpoint_store.tiers import Admission, ChunkState, DramTier, Eviction
 from nearline.checkpoint_store.types import (
@@ -51,7 +51,6 @@ __all__ = [
     "TensorEntry",
     "WeightsFile",
     "check_digest",
-    "load_s",
     "read_manifest",
     "resolve_pool_frames",
     "write_manifest",

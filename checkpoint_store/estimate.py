@@ -1,13 +1,8 @@
-"""Seconds until a checkpoint's bytes are on the device, from where they are and how fast each tier has been. Pure.
-
-Source: [serverlessllm] 6.1: start-up time = queue on the storage link + bytes / bandwidth of the tier that holds them.
-We sum over tiers, because residency may be partial.
-"""
+"""How fast bytes have left each tier. What that means for a start is estimated by the controller. Pure."""
 
 import math
-from collections.abc import Mapping
 
-from nearline.protocol import Bytes, BytesPerSecond, Residency, Seconds, Tier, TierBandwidth
+from nearline.protocol import Bytes, BytesPerSecond, Seconds, Tier, TierBandwidth
 
 SEED_BYTES_PER_S: dict[Tier, BytesPerSecond] = {Tier.REMOTE: 1e8, Tier.SSD: 1e9, Tier.DRAM: 1e10}
 """What is assumed of a tier nobody has measured: a 1 Gbit/s link, a modest SSD, one memory channel's copy."""
@@ -41,17 +36,3 @@ class Bandwidths:
 
     def as_tuple(self) -> tuple[TierBandwidth, ...]:
         return tuple(TierBandwidth(tier, rate) for tier, rate in self._rates.items())
-
-
-def load_s(
-    residency: Residency, bandwidths: Mapping[Tier, BytesPerSecond] | Bandwidths, queued_bytes: Bytes
-) -> Seconds:
-    """Estimate the seconds from now until all bytes of a checkpoint have reached the device.
-
-    `queued_bytes` stand ahead of it on the storage link; they delay it only if it needs that link.
-    """
-    in_dram = residency.dram_bytes
-    on_ssd = max(residency.ssd_bytes - in_dram, 0)
-    remote = max(residency.num_bytes - max(residency.ssd_bytes, in_dram), 0)
-    queue_s = queued_bytes / bandwidths[Tier.SSD] if on_ssd or remote else 0.0
-    return queue_s + remote / bandwidths[Tier.REMOTE] + on_ssd / bandwidths[Tier.SSD] + in_dram / bandwidths[Tier.DRAM]

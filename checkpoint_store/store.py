@@ -15,7 +15,7 @@ import structlog
 
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.dram import DramCache
-from nearline.checkpoint_store.estimate import Bandwidths, load_s
+from nearline.checkpoint_store.estimate import Bandwidths
 from nearline.checkpoint_store.lease import Lease, ReadStats
 from nearline.checkpoint_store.marker import (
     clear_damage,
@@ -230,13 +230,6 @@ class CheckpointStore:
         """Take a measurement made elsewhere, such as a peer transfer or a device copy."""
         with self._lock:
             self._bandwidths.observe(tier, num_bytes, seconds)
-
-    def load_s(self, digest: Digest) -> Seconds:
-        """Estimate the seconds until this checkpoint's bytes would be on the device, asked for now."""
-        residency = self._residency(self.manifest(digest))
-        queued_bytes = self._cache.queued_bytes()
-        with self._lock:
-            return load_s(residency, self._bandwidths, queued_bytes)
 
     def check(self) -> None:
         """Assert the invariants of the store; tests and an idle agent call it."""

@@ -1,33 +1,11 @@
-"""Seconds to start follow from where the bytes are; bandwidths follow what was measured."""
+"""Bandwidths follow what was measured."""
 
 import pytest
 
-from nearline.checkpoint_store import Bandwidths, load_s
-from nearline.protocol import Digest, Residency, Tier
+from nearline.checkpoint_store import Bandwidths
+from nearline.protocol import Tier
 
 GB = 10**9
-RATES = {Tier.REMOTE: 0.1 * GB, Tier.SSD: 1.0 * GB, Tier.DRAM: 10.0 * GB}
-
-
-def residency(num_bytes: float, ssd: float, dram: float) -> Residency:
-    return Residency(Digest("d"), int(num_bytes), int(ssd), int(dram))
-
-
-@pytest.mark.parametrize(
-    ("where", "queued", "expected_s"),
-    [
-        (residency(2 * GB, 2 * GB, 2 * GB), 0, 0.2),
-        (residency(2 * GB, 2 * GB, 2 * GB), 50 * GB, 0.2),  # in DRAM: the disk's queue does not matter
-        (residency(2 * GB, 2 * GB, 0), 0, 2.0),
-        (residency(2 * GB, 2 * GB, 0), 3 * GB, 5.0),
-        (residency(2 * GB, 2 * GB, 1 * GB), 0, 1.1),
-        (residency(2 * GB, 0, 0), 0, 20.0),
-        (residency(2 * GB, 1 * GB, 0.5 * GB), 0, 10.0 + 0.5 + 0.05),
-        (residency(2 * GB, 0, 2 * GB), 0, 0.2),  # deleted from SSD, still in DRAM
-    ],
-)
-def test_each_byte_costs_what_its_tier_takes(where: Residency, queued: int, expected_s: float) -> None:
-    assert load_s(where, RATES, queued) == pytest.approx(expected_s)
 
 
 def test_the_first_measurement_replaces_the_assumption_and_later_ones_weigh_by_bytes() -> None:

@@ -35,8 +35,9 @@ class RequestRecord:
     """One request from arrival to end. Waits in its group while `instance_id` is None, else runs there.
 
     `order` is its place among all arrivals; `num_fruitless` counts crashes in a row that it saw without a token.
-    `predicted_tokens`, `length_bucket` and so `group_key` stay as they were at its arrival; `charged_tokens` are the output tokens its
-    tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival, before calibration.
+    `predicted_tokens`, `length_bucket` and so `group_key` stay as they were at its arrival; `charged_tokens` are the
+    output tokens its tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival,
+    before calibration.
     """
 
     info: RequestInfo

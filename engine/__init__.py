@@ -5,7 +5,7 @@ Words and minds only, so importing it loads no torch.
 
 from nearline.engine.adapters import AdapterTable, FreeAdapter, ReadAdapter
 from nearline.engine.block_manager import BlockManager
-from nearline.engine.config import EngineConfig
+from nearline.engine.config import EngineConfig, PolicyName
 from nearline.engine.core import EngineCore, EngineLoad
 from nearline.engine.scheduler import Scheduler
 from nearline.engine.sequence import Sequence, SequenceState
@@ -20,6 +20,7 @@ __all__ = [
     "EngineCore",
     "EngineLoad",
     "FreeAdapter",
+    "PolicyName",
     "ReadAdapter",
     "SampledToken",
     "Scheduler",

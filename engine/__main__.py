@@ -11,6 +11,8 @@ import sys
 import time
 from types import FrameType
 
+from nearline.engine.config import PolicyName
+
 PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,10 @@ def main() -> int:
         device=device,
         step_tokens=arguments.step_tokens or None,
         is_prefix_cached=not arguments.no_prefix_cache,
+        policy=PolicyName(arguments.policy),
+        tpot_s=arguments.tpot_ms / 1e3,
+        future_share=arguments.future_share,
+        swap_bytes=arguments.swap_bytes,
     )
     gc.collect()
     gc.freeze()  # torch's hundred thousand objects stay: no collection in the middle of a request walks them again
@@ -53,6 +59,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ready-fd", type=int, required=True, help="inherited memfd of the pool's ready bytes")
     parser.add_argument("--device", help="torch device; default: cuda:0 if there is one, else cpu")
     parser.add_argument("--step-tokens", type=int, default=512, help="token budget of a step; 0: prompts are not cut")
+    parser.add_argument(
+        "--policy", choices=[*PolicyName], default=PolicyName.FCFS, help="in which order sequences run (default: fcfs)"
+    )
+    parser.add_argument(
+        "--tpot-ms", type=float, default=100.0, help="target between tokens: prompts are cut so that steps keep it"
+    )
+    parser.add_argument(
+        "--future-share", type=float, default=1.0, help="share of the declared length that admission finds room for"
+    )
+    parser.add_argument(
+        "--swap-bytes",
+        type=int,
+        default=0,
+        help="host memory for the KV of preempted sequences (default: computed again)",
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of equal prefixes")
     return parser.parse_args()
 

@@ -1,8 +1,18 @@
 """What an engine is told about its sizes and habits. Pure words: nothing here is read from the environment."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from nearline.protocol import Bytes
+from nearline.protocol import Bytes, BytesPerSecond, Seconds, StepTimeModel
+
+
+class PolicyName(StrEnum):
+    """`fcfs`: by priority, then arrival. `shortest`: the shortest predicted answer first, within a wait bound.
+    `mlfq`: skip-join multi-level feedback queue, which also takes places back from long answers."""
+
+    FCFS = "fcfs"
+    SHORTEST = "shortest"
+    MLFQ = "mlfq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +26,26 @@ class EngineConfig:
     max_running: int = 32
     """Sequences decoded together, ≥ 1."""
     max_step_tokens: int | None = 512
-    """Token budget of a step, > max_running so that prefills always advance; None: every prompt in one piece."""
+    """Most tokens of a step, > max_running so that prefills always advance; None: every prompt in one piece."""
+    tpot_s: Seconds = 0.1
+    """Target between tokens of interactive requests that name none: prompts are cut so that steps keep it."""
+    step_time: StepTimeModel | None = None
+    """What this device's steps were measured to take; None: guessed, then learned from the steps that run."""
+    policy: PolicyName = PolicyName.FCFS
+    """In which order sequences run."""
+    wait_bound_s: Seconds = 10.0
+    """Under `shortest`, the longest that anybody is overtaken."""
     future_share: float = 1.0
     """Share of its declared remaining tokens for which a sequence must find room when it is admitted, in [0, 1].
     1: decoding never runs out of blocks. Less: more sequences at once, and preemption when they all run long."""
     is_prefix_cached: bool = True
     """Whether the KV of finished or running sequences is reused for equal prefixes."""
+    num_host_blocks: int = 0
+    """Blocks in the host's memory that preempted sequences may move to."""
+    block_bytes: Bytes = 1
+    """Bytes of one block over all layers."""
+    copy_bytes_per_s: BytesPerSecond = 4e9
+    """Rate at which blocks move to the host or back, > 0."""
     max_adapters: int = 32
     """Adapters on the device at once, ≥ 1."""
     max_adapter_bytes: Bytes = 1 << 30

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 from nearline.engine.adapters import AdapterAction, AdapterTable
 from nearline.engine.block_manager import BlockManager, cache_root
-from nearline.engine.config import EngineConfig
+from nearline.engine.config import EngineConfig, PolicyName
+from nearline.engine.policy import FirstCome, Policy
+from nearline.engine.policy_mlfq import FeedbackQueue
+from nearline.engine.policy_shortest import ShortestFirst
 from nearline.engine.scheduler import Scheduler
 from nearline.engine.sequence import Sequence, SequenceState
+from nearline.engine.step_pace import StepPace
 from nearline.engine.types import Batch, SampledToken
 from nearline.engine.validation import request_problem
 from nearline.protocol import (
@@ -24,6 +28,7 @@ from nearline.protocol import (
     Seconds,
     SequenceTimings,
     SequenceUpdate,
+    StepTimeModel,
 )
 from nearline.protocol.errors import ErrorInfo
 
@@ -44,7 +49,9 @@ class EngineCore:
         self.config = config
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.is_prefix_cached)
         self.adapters = AdapterTable(config.max_adapters, config.max_adapter_bytes)
-        self.scheduler = Scheduler(config, self.blocks, self.adapters)
+        believed = config.step_time or StepTimeModel.guess(checkpoint.num_bytes)
+        self.pace = StepPace(believed, is_profiled=config.step_time is not None)
+        self.scheduler = Scheduler(config, self.blocks, self.adapters, _policy(config, self.pace), self.pace)
         self.num_added = 0
         self.num_ended = 0
         self._checkpoint = checkpoint
@@ -55,10 +62,18 @@ class EngineCore:
         used = self.blocks.num_used * self.config.block_size
         return EngineLoad(len(self.scheduler.running), len(self.scheduler.waiting), used)
 
-    def add(self, request: Request, attempt: int, generated: Seq[int], now: Seconds) -> list[SequenceUpdate]:
+    def add(
+        self,
+        request: Request,
+        attempt: int,
+        generated: Seq[int],
+        now: Seconds,
+        predicted_tokens: float | None = None,
+    ) -> list[SequenceUpdate]:
         """Start a sequence, or end it at once if it cannot run or has nothing left to do.
 
-        A later attempt replaces an earlier one of the same id; an earlier or equal one is ignored.
+        `predicted_tokens` is how many it will probably generate in all, if anybody knows. A later attempt replaces an
+        earlier one of the same id; an earlier or equal one is ignored.
         """
         known = self._live.get(request.request_id)
         if known is not None:
@@ -70,6 +85,7 @@ class EngineCore:
         if problem is None and request.adapter_digest is not None:
             problem = self.adapters.problem(request.adapter_digest)
         sequence = Sequence(request, attempt, [*request.prompt_token_ids, *generated], now, serial=self.num_added)
+        sequence.predicted_tokens = predicted_tokens
         if problem is not None:
             self.num_ended += 1
             return [_end_update(sequence, FinishReason.ERROR, ErrorInfo.of(problem))]
@@ -111,6 +127,10 @@ class EngineCore:
             if token is not None:
                 updates.append(self._append(sequence, token, now))
         return updates
+
+    def measured(self, batch: Batch, seconds: Seconds) -> None:
+        """Take in how long a step took, so that the next ones are cut better."""
+        self.pace.observe(batch.work, seconds)
 
     def fail(self, request_ids: Seq[RequestId], error: ErrorInfo, now: Seconds) -> list[SequenceUpdate]:
         """End these sequences with an error; those that have ended already are left out."""
@@ -163,6 +183,7 @@ class EngineCore:
             assert not is_over, "a sequence outlives its last token"
             assert sequence.num_computed <= len(sequence.block_table) * self.config.block_size
         self.blocks.check(self.scheduler.running)
+        self.scheduler.host.check(listed)
         self.adapters.check()
 
     def _max_total(self, sequence: Sequence) -> int:
@@ -210,6 +231,16 @@ class EngineCore:
         self.adapters.leave(sequence, now)
         del self._live[sequence.request.request_id]
         self.num_ended += 1
+
+
+def _policy(config: EngineConfig, pace: StepPace) -> Policy:
+    match config.policy:
+        case PolicyName.FCFS:
+            return FirstCome()
+        case PolicyName.SHORTEST:
+            return ShortestFirst(config.wait_bound_s)
+        case PolicyName.MLFQ:
+            return FeedbackQueue(lambda num_tokens: pace.model.prefill_s(num_tokens))
 
 
 def _end_update(sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> SequenceUpdate:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nearline import kernels
-from nearline.engine.config import EngineConfig
+from nearline.engine.config import EngineConfig, PolicyName
 from nearline.engine.core import EngineCore
 from nearline.engine.grammars import Grammars
 from nearline.engine.runner import Runner, RunnerConfig
@@ -23,6 +23,8 @@ from nearline.protocol.frames import Bind
 
 LOST = (CheckpointCorrupt, InstanceFailed)
 """What a step raises when the instance cannot go on: the model's bytes are bad, or they do not come."""
+_GUESSED_COPY_BYTES_PER_S = 2e9
+"""Rate at which blocks move to the host or back where it was not profiled."""
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +37,13 @@ class EngineHabits:
     step_tokens: int | None = 512
     """Token budget of a step; None: every prompt in one piece."""
     is_prefix_cached: bool = True
+    policy: PolicyName = PolicyName.FCFS
+    tpot_s: Seconds = 0.1
+    """Target between tokens of interactive requests that name none."""
+    future_share: float = 1.0
+    """Share of its declared remaining tokens for which a sequence must find room when it is admitted."""
+    swap_bytes: Bytes = 0
+    """Host memory for the KV of preempted sequences."""
 
 
 class BoundInstance:
@@ -45,18 +54,20 @@ class BoundInstance:
         kernels.set_num_threads(bind.num_threads)
         self.spec: InstanceSpec = bind.spec
         self._habits = habits
+        self._is_read = False
         directory = Path(bind.manifest_path).parent
         self._loaded: LoadedCheckpoint = attach(pool, directory, bind.frames, habits.device)
         try:
             info = self._loaded.manifest.info
             settings = RunnerConfig(
                 kv_bytes=bind.kv_bytes,
+                host_bytes=habits.swap_bytes,
                 device=habits.device,
                 eos_token_ids=info.eos_token_ids,
                 tokenizer=directory / "tokenizer.json",
             )
             self._runner = Runner(self._loaded, decoder_spec(_read_config(directory)), settings)
-            self.core = EngineCore(info, _engine_config(self._runner, bind.max_running, habits))
+            self.core = EngineCore(info, _engine_config(self._runner, bind, habits))
         except BaseException:
             self._loaded.close()
             raise
@@ -66,6 +77,9 @@ class BoundInstance:
         batch = self.core.schedule(clock())
         if batch is None:
             return None
+        # Steps that follow the reader measure the disk, not the model.
+        self._is_read = is_read = self._is_read or self._loaded.is_complete()
+        started_at = clock()
         try:
             sampled = self._runner.run(batch)
         except LOST:
@@ -74,6 +88,8 @@ class BoundInstance:
             log.exception("a step of %d sequences failed", len(batch.items))
             return self.core.fail([i.sequence.request.request_id for i in batch.items], ErrorInfo.of(error), clock())
         now = clock()
+        if is_read:
+            self.core.measured(batch, now - started_at)
         # Sequences that failed without an outcome end first: committed, their blocks would serve other sequences.
         failed = [update for one, why in self._runner.failed for update in self.core.fail([one], why, now)]
         return failed + self.core.commit(batch, sampled, now)
@@ -112,13 +128,21 @@ def bind_instance(bind: Bind, pool: MappedPool, habits: EngineHabits) -> tuple[B
     return instance, time.monotonic() - started_at
 
 
-def _engine_config(runner: Runner, max_running: int, habits: EngineHabits) -> EngineConfig:
-    step_tokens = habits.step_tokens
+def _engine_config(runner: Runner, bind: Bind, habits: EngineHabits) -> EngineConfig:
+    step_tokens, max_running, profile = habits.step_tokens, bind.max_running, bind.profile
+    copy_rate = profile.copy_bytes_per_s if profile else 0.0
     return EngineConfig(
         num_blocks=runner.num_blocks,
         block_size=runner.config.block_size,
         max_running=max_running,
         max_step_tokens=None if step_tokens is None else max(step_tokens, 2 * max_running),
+        tpot_s=habits.tpot_s,
+        step_time=profile.model if profile else None,
+        policy=habits.policy,
+        future_share=habits.future_share,
+        num_host_blocks=runner.host.num_blocks,
+        block_bytes=runner.kv.block_bytes,
+        copy_bytes_per_s=copy_rate or _GUESSED_COPY_BYTES_PER_S,
         is_prefix_cached=habits.is_prefix_cached,
     )
 

@@ -1,4 +1,4 @@
-"""The tensors that keep keys and values, cut into blocks, and how many blocks a budget buys."""
+"""The tensors that keep keys and values, cut into blocks, on the device and beside it; how many a budget buys."""
 
 import contextlib
 import math
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nearline.engine.swap import BlockMove
 from nearline.protocol import Bytes, DecoderSpec
 from nearline.protocol.errors import OutOfMemory
 
@@ -30,8 +31,8 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        self._store = _zeros(shape, dtype, device)
-        self.layers: list[tuple[Tensor, Tensor]] = [(pair[0], pair[1]) for pair in self._store.unbind(0)]
+        self.store = _zeros(shape, dtype, device)
+        self.layers: list[tuple[Tensor, Tensor]] = [(pair[0], pair[1]) for pair in self.store.unbind(0)]
 
     @classmethod
     def within(
@@ -48,14 +49,54 @@ class KVCache:
         return cls(spec, kv_bytes // each, block_size, dtype, device)
 
     @property
+    def block_bytes(self) -> Bytes:
+        """Bytes of one block over all layers."""
+        return self.store[:, :, 0].numel() * self.store.element_size()
+
+    @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[BlockMove]) -> None:
         """Copy whole blocks (source, destination) in every layer, as if all at once."""
         if copies:
             sources, destinations = zip(*copies, strict=True)
-            self._store[:, :, list(destinations)] = self._store[:, :, list(sources)]
+            self.store[:, :, list(destinations)] = self.store[:, :, list(sources)]
+
+
+class HostStore:
+    """Blocks in the host's memory, where KV waits for its sequence to run again. Owns its memory, taken at first use.
+
+    On a CUDA device it is pinned, so that copies run at the link's full speed.
+    """
+
+    def __init__(self, cache: KVCache, host_bytes: Bytes) -> None:
+        self._cache = cache
+        self.num_blocks = host_bytes // cache.block_bytes
+        self._blocks: Tensor | None = None
+
+    def save(self, moves: Sequence[BlockMove]) -> None:
+        """Copy blocks (device, host) out of the cache."""
+        if moves:
+            devices, hosts = zip(*moves, strict=True)
+            self._host()[:, :, list(hosts)] = self._cache.store[:, :, list(devices)].to("cpu")
+
+    def restore(self, moves: Sequence[BlockMove]) -> None:
+        """Copy blocks (host, device) back into the cache."""
+        if moves:
+            hosts, devices = zip(*moves, strict=True)
+            self._cache.store[:, :, list(devices)] = self._host()[:, :, list(hosts)].to(self._cache.store.device)
+
+    def _host(self) -> Tensor:
+        if self._blocks is None:
+            shape = list(self._cache.store.shape)
+            shape[2] = self.num_blocks
+            dtype, device = self._cache.store.dtype, self._cache.store.device
+            is_cpu = device.type == "cpu"
+            self._blocks = (
+                _zeros(tuple(shape), dtype, device) if is_cpu else torch.zeros(shape, dtype=dtype).pin_memory()
+            )
+        return self._blocks
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
 from nearline.engine.grammars import Grammars
-from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, KVCache
+from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, HostStore, KVCache
 from nearline.engine.models.kinds import decoder_of
 from nearline.engine.models.layers import Weights, compute_dtype
 from nearline.engine.models.lora import AdapterPool
@@ -32,6 +32,8 @@ class RunnerConfig:
 
     kv_bytes: Bytes
     """Budget of the KV cache; at least one block must fit."""
+    host_bytes: Bytes = 0
+    """Budget of the host's memory for KV of preempted sequences."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Positions per block."""
     device: str = "cpu"
@@ -61,6 +63,7 @@ class Runner:
         self._device = torch.device(config.device)
         self.dtype = config.dtype or compute_dtype(spec, weights)
         self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
+        self.host = HostStore(self.kv, config.host_bytes)
         self.decoder = decoder_of(spec, weights, self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
@@ -84,7 +87,9 @@ class Runner:
         order = adapter_order(batch.items)
         items = [batch.items[i] for i in order]
         try:
+            self.host.save(batch.swap_outs)
             self.kv.copy_blocks(batch.block_copies)
+            self.host.restore(batch.swap_ins)
             results = self._run_isolated(items)
         except RuntimeError as error:
             if not _is_device_lost(error):

@@ -21,6 +21,7 @@ class SequenceState(StrEnum):
 class Sequence:
     """A request being decoded. Positions [0, num_computed) have their KV in the blocks of `block_table`.
 
+    While swapped out it has none, and the KV of [0, num_swapped) lies in the host's blocks of `host_table`.
     `token_ids` is the prompt, then what earlier attempts generated, then what this engine generated. The
     sequence ends at the latest when it has `max_total` tokens; the last of them is never fed to the model.
     """
@@ -38,6 +39,9 @@ class Sequence:
     is_adapter_pinned: bool = False
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
+    host_table: list[int] = field(default_factory=list)
+    num_swapped: int = 0
+    predicted_tokens: float | None = None
     adapter_ready_at: Seconds | None = None
     first_scheduled_at: Seconds | None = None
     first_token_at: Seconds | None = None
@@ -73,6 +77,13 @@ class Sequence:
     def max_positions(self) -> int:
         """KV positions that the sequence can ever need: all its tokens but the last."""
         return max(self.max_total - 1, len(self.token_ids))
+
+    @property
+    def predicted_left(self) -> float:
+        """Tokens it will probably still generate, at least one. Without a prediction: all that it may."""
+        sampling = self.request.sampling
+        total = sampling.max_tokens if self.predicted_tokens is None else self.predicted_tokens
+        return max(1.0, total - self.num_generated)
 
     @property
     def order(self) -> Order:

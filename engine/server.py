@@ -157,7 +157,9 @@ class EngineServer:
         if error is not None:
             self._updates.append(SequenceUpdate(request.request_id, attempt, (), FinishReason.ERROR, error=error))
             return
-        self._updates += self._bound.core.add(request, attempt, submit.generated_token_ids, time.monotonic())
+        self._updates += self._bound.core.add(
+            request, attempt, submit.generated_token_ids, time.monotonic(), submit.predicted_tokens
+        )
 
     def _bind(self, bind: Bind) -> None:
         if self._pool is None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nearline.engine.sequence import Sequence
-from nearline.protocol import TokenLogprob
+from nearline.protocol import StepWork, TokenLogprob
 from nearline.protocol.errors import ErrorInfo
 
 
@@ -24,10 +24,26 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One engine step. `block_copies` (source, destination) happen before it: copy-on-write of shared blocks."""
+    """One engine step. Before it blocks move, in this order: `swap_outs` (device, host), `block_copies` (source,
+    destination: copy-on-write of shared blocks), `swap_ins` (host, device)."""
 
     items: Seq[BatchItem]
     block_copies: Seq[tuple[int, int]] = field(default_factory=tuple)
+    swap_outs: Seq[tuple[int, int]] = field(default_factory=tuple)
+    swap_ins: Seq[tuple[int, int]] = field(default_factory=tuple)
+
+    @property
+    def work(self) -> StepWork:
+        """What the step computes, as the law of step times counts it."""
+        tokens = squares = decoding = context = 0
+        for item in self.items:
+            if item.num_tokens == 1 and item.is_sampled:
+                decoding += 1
+                context += item.start + 1
+            else:
+                tokens += item.num_tokens
+                squares += item.num_tokens * (2 * item.start + item.num_tokens)
+        return StepWork(tokens, squares, decoding, context)
 
 
 @dataclass(frozen=True, slots=True)

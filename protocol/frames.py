@@ -12,6 +12,7 @@ from nearline.protocol.ids import Bytes, Digest, InstanceId, ModelId, RequestId,
 from nearline.protocol.instance import InstanceSpec, InstanceStatus, NodeReport
 from nearline.protocol.model import CheckpointInfo, CheckpointKind
 from nearline.protocol.request import Request, SequenceUpdate
+from nearline.protocol.step_time import StepProfile
 
 # ---- controller → node agent ----
 
@@ -45,12 +46,15 @@ class StopInstance:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Start a sequence. `generated_token_ids` were produced by earlier attempts and are not produced again."""
+    """Start a sequence. `generated_token_ids` were produced by earlier attempts and are not produced again.
+
+    `predicted_tokens` is how many the request will probably generate in all, those included."""
 
     instance_id: InstanceId
     request: Request
     attempt: int
     generated_token_ids: tuple[int, ...] = ()
+    predicted_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,8 @@ class Bind:
     """Become an instance: map these pool frames, in order, as the checkpoint's safetensors file.
 
     `manifest_path` names the checkpoint directory's manifest. The frames may still be filling; each one's
-    ready byte says when. `max_running` bounds sequences decoded together, `kv_bytes` the KV cache.
+    ready byte says when. `max_running` bounds sequences decoded together, `kv_bytes` the KV cache. `profile` is what
+    the checkpoint's steps were measured to take on this node.
     """
 
     spec: InstanceSpec
@@ -187,6 +192,7 @@ class Bind:
     kv_bytes: Bytes
     max_running: int
     num_threads: int
+    profile: StepProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,23 @@ TORCH_ROOMS = {"kernels", "loader", "engine"}
 WORDS = {"types", "config", "events", "actions", "errors", "ids", "request", "model", "instance", "frames", "decoder"}
 MINDS = {
     "checkpoint_store": {"tiers", "ssd", "estimate", "depth"},
-    "engine": {"sequence", "block_manager", "scheduler", "core", "adapters", "admission", "validation"},
+    "protocol": {"step_time"},
+    "engine": {
+        "sequence",
+        "block_manager",
+        "scheduler",
+        "core",
+        "adapters",
+        "admission",
+        "validation",
+        "policy",
+        "policy_mlfq",
+        "policy_shortest",
+        "step_budget",
+        "step_law",
+        "step_pace",
+        "swap",
+    },
     "node_agent": {"core", "lifecycle", "roster", "supply", "budget", "pace", "sequences", "fence"},
     "controller": {
         "core",

@@ -4,8 +4,10 @@ from typing import Any
 
 from nearline.engine import Batch, EngineConfig, EngineCore, SampledToken, Sequence
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, ModelId, Request, RequestId, SamplingParams
+from nearline.protocol.errors import ErrorInfo
 
 VOCAB, EOS = 50, 0
+Slots = dict[tuple[int, int], tuple[Any, ...]]
 
 
 def info(**changes: Any) -> CheckpointInfo:
@@ -39,21 +41,29 @@ def solo(request: Request, max_context: int = 64) -> list[int]:
             return output
 
 
+def _move(source: Slots, target: Slots, moves: Any, block_size: int) -> None:
+    """Copy blocks, all at once: what is not there in the source is not there in the target afterwards."""
+    copied = {(b, i): source.get((a, i)) for a, b in moves for i in range(block_size)}
+    for slot, value in copied.items():
+        target.pop(slot, None)
+        if value is not None:
+            target[slot] = value
+
+
 class FakeDevice:
     """Runs batches on a KV cache whose every slot names the whole prefix it was computed from."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.slots: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.slots: Slots = {}
+        self.host: Slots = {}
         self.read: dict[int, int] = {}
+        self.failing: set[str] = set()
 
     def run(self, batch: Batch) -> list[SampledToken]:
-        size = self.core.config.block_size
-        for source, target in batch.block_copies:
-            for offset in range(size):
-                self.slots.pop((target, offset), None)
-                if (source, offset) in self.slots:
-                    self.slots[target, offset] = self.slots[source, offset]
+        _move(self.slots, self.host, batch.swap_outs, self.core.config.block_size)
+        _move(self.slots, self.slots, batch.block_copies, self.core.config.block_size)
+        _move(self.host, self.slots, batch.swap_ins, self.core.config.block_size)
         self._assert_written_blocks_are_private(batch)
         for item in batch.items:
             assert item.start == item.sequence.num_computed
@@ -77,6 +87,8 @@ class FakeDevice:
         for position in range(len(sequence.token_ids)):
             held = self.slots.get(self._slot(sequence, position))
             assert held == self._value(sequence, position), f"position {position} reads another prefix"
+        if sequence.request.request_id in self.failing:
+            return SampledToken(0, error=ErrorInfo("internal_error", "this one is bad"))
         if not sequence.needs_token:
             vector = None if sequence.request.pooling is None else b"vector"
             return SampledToken(0, prompt_logprobs=None if vector else (), embedding=vector)
@@ -104,17 +116,20 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, Any] = {}
 
-    def add(self, request: Request, attempt: int = 1, generated: tuple[int, ...] = ()) -> None:
-        self.note(self.core.add(request, attempt, generated, self.tick()))
+    def add(
+        self, request: Request, attempt: int = 1, generated: tuple[int, ...] = (), predicted: float | None = None
+    ) -> None:
+        self.note(self.core.add(request, attempt, generated, self.tick(), predicted))
 
     def step(self) -> Batch | None:
         decoding = [s for s in self.core.scheduler.running if s.num_uncomputed == 1]
-        preemptions = self.core.scheduler.num_preemptions
+        scheduler = self.core.scheduler
+        num_lost = scheduler.num_preemptions + scheduler.num_displaced
         batch = self.core.schedule(self.tick())
         self.core.check()
         if batch is None:
             return None
-        if self.core.scheduler.num_preemptions == preemptions:
+        if scheduler.num_preemptions + scheduler.num_displaced == num_lost:
             served = {item.sequence.serial for item in batch.items}
             assert {s.serial for s in decoding} <= served, "a decoding sequence was passed over"
         self.note(self.core.commit(batch, self.device.run(batch), self.tick()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearline.engine.kv_cache import KVCache, block_bytes
+from nearline.engine.kv_cache import HostStore, KVCache, block_bytes
 from nearline.protocol import DecoderSpec, decoder_spec
 from nearline.protocol.errors import OutOfMemory
 
@@ -47,3 +47,16 @@ def test_blocks_are_copied_in_every_layer_as_if_all_at_once(spec: DecoderSpec) -
     for (k, v), (old_k, old_v) in zip(cache.layers, before, strict=True):
         for new, old in ((k, old_k), (v, old_v)):
             assert torch.equal(new, old[[1, 0, 2, 2]])
+
+
+def test_what_was_saved_on_the_host_comes_back_into_other_blocks(spec: DecoderSpec) -> None:
+    cache = KVCache(spec, 4, 16, torch.float32, CPU)
+    assert cache.block_bytes == block_bytes(spec, 16, torch.float32)
+    host = HostStore(cache, 3 * cache.block_bytes + 1)
+    assert host.num_blocks == 3
+    before = cache.store.copy_(torch.randn_like(cache.store)).clone()
+    host.save([(3, 0), (1, 2)])
+    cache.store.zero_()
+    host.restore([(2, 3), (0, 0)])
+    assert torch.equal(cache.store[:, :, [0, 3]], before[:, :, [3, 1]])
+    assert not cache.store[:, :, [1, 2]].any()

@@ -5,6 +5,7 @@ P block size, R rank or rotated dims, V vocab. Which path runs (Triton, compiled
 """
 
 from nearline.kernels.dispatch import (
+    activate,
     add_rms_norm,
     argmax,
     layer_norm,
@@ -14,10 +15,9 @@ from nearline.kernels.dispatch import (
     rms_norm,
     rope_,
     set_num_threads,
-    silu_mul,
     write_kv,
 )
-from nearline.kernels.fused import FusedDecoder, FusedStep, LayerShape, LayerTensors, PackedAdapter
+from nearline.kernels.fused import FusedDecoder, FusedStep, LayerShape, LayerTensors, PackedAdapter, Rope
 from nearline.kernels.types import AttentionMeta, LoraSegment
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "LayerTensors",
     "LoraSegment",
     "PackedAdapter",
+    "Rope",
+    "activate",
     "add_rms_norm",
     "argmax",
     "layer_norm",
@@ -37,6 +39,5 @@ __all__ = [
     "rms_norm",
     "rope_",
     "set_num_threads",
-    "silu_mul",
     "write_kv",
 ]

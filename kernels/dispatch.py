@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nearline.kernels import native, reference
@@ -44,8 +43,10 @@ def add_rms_norm(x_TM: Tensor, residual_TM: Tensor, w_M: Tensor, eps: float) -> 
 
 
 def layer_norm(x_TM: Tensor, w_M: Tensor, b_M: Tensor, eps: float) -> Tensor:
-    """See reference.layer_norm. torch's own op: float32 inside, one rounding."""
-    return F.layer_norm(x_TM, w_M.shape, w_M, b_M, eps)
+    """See reference.layer_norm."""
+    path = _triton() if x_TM.is_cuda else native
+    done: Tensor | None = path.layer_norm(x_TM, w_M, b_M, eps) if path else None
+    return reference.layer_norm(x_TM, w_M, b_M, eps) if done is None else done
 
 
 def rope_(q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor, cos_sin_SR: Tensor) -> None:
@@ -82,11 +83,11 @@ def paged_attention(
     return done
 
 
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """See reference.silu_mul."""
-    path = _triton() if gate_up_T2F.is_cuda else native
-    done: Tensor | None = path.silu_mul(gate_up_T2F) if path else None
-    return reference.silu_mul(gate_up_T2F) if done is None else done
+def activate(x: Tensor, activation: str, is_gated: bool = True) -> Tensor:
+    """See reference.activate."""
+    path = _triton() if x.is_cuda else native
+    done: Tensor | None = path.activate(x, activation, is_gated) if path else None
+    return reference.activate(x, activation, is_gated) if done is None else done
 
 
 def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

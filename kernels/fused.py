@@ -1,10 +1,10 @@
 """A run of decoder layers as one compiled call: what a small step on a CPU needs, because Python costs more than it.
 
-Same functions as the single ops, hence the same bits. Gated SiLU decoders with pre-norms on a CPU only; everything
-else goes through the single ops.
+Same functions as the single ops, hence the same bits. On a CPU only; everything else goes through the single ops.
 """
 
 import ctypes
+import enum
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass, fields
@@ -23,28 +23,39 @@ _AMX_SINGLE_OPS_FROM = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """Weights of one layer, contiguous, of the activations' dtype; the four norms may all be float32 instead.
+    """Weights of one layer, contiguous (transposes of such if the shape says so), of the activations' dtype; the norms
+    may all be float32 instead. What is None is not applied; post norms come before a half is added to the residual.
 
-    Shapes: qkv [(H+2K)·D, M], o [M, H·D], gate_up [2F, M], down [M, F].
+    Shapes: qkv [(H+2K)·D, M], o [M, H·D], gate_up [2F, M] ([F, M] without a gate), down [M, F]; query and key norms
+    [H·D] and [K·D] if they are wide.
     """
 
-    input_norm_M: Tensor
+    input_norm_M: Tensor | None
+    input_norm_bias_M: Tensor | None
     qkv_NM: Tensor
     qkv_bias_N: Tensor | None
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     o_MN: Tensor
     o_bias_M: Tensor | None
-    mlp_norm_M: Tensor
+    attention_post_norm_M: Tensor | None
+    mlp_norm_M: Tensor | None
+    mlp_norm_bias_M: Tensor | None
     gate_up_NM: Tensor
     gate_up_bias_N: Tensor | None
     down_MF: Tensor
     down_bias_M: Tensor | None
+    mlp_post_norm_M: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What all layers of a decoder share."""
+    """What all layers of a decoder share.
+
+    `softcap` as in paged_attention, `activation` and `is_gated` as in activate; `residual_scale` multiplies what each
+    half adds; layer norms instead of RMS norms; query and key norms over all heads of a token (`is_qk_norm_wide`);
+    projections stored [in, out] (`is_transposed`).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -53,23 +64,43 @@ class LayerShape:
     ffn_dim: int
     norm_eps: float
     scale: float
+    softcap: float | None = None
+    residual_scale: float = 1.0
+    activation: str = "silu"
+    is_gated: bool = True
+    is_layer_norm: bool = False
+    is_qk_norm_wide: bool = False
+    is_transposed: bool = False
+
+
+class Rope(enum.IntEnum):
+    """Which table turns a layer's queries and keys; numbers of decoder.c."""
+
+    NONE = 0
+    MAIN = 1
+    SLIDING = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FusedStep:
-    """The packed tokens of one step. Shapes: positions_T, slots_T int32; cos_sin_SR as in rope_."""
+    """The packed tokens of one step. Shapes: positions_T, slots_T int32; cos_sin_SR as in rope_, and of one shape."""
 
     positions_T: Tensor
     slots_T: Tensor
     cos_sin_SR: Tensor
     meta: AttentionMeta
+    sliding_cos_sin_SR: Tensor | None = None
+    """Table of layers with Rope.SLIDING."""
+
+
+_FLAGS = ("is_gated", "is_layer_norm", "is_qk_norm_wide", "is_transposed")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((field.name, c_void_p) for field in fields(LayerTensors)),
         *((name, c_void_p) for name in ("k_cache", "v_cache")),
-        *((name, c_long) for name in ("has_rope", "window")),
+        *((name, c_long) for name in ("rope", "window")),
     )
 
 
@@ -77,8 +108,8 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_long) for name in ("model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")),
         *((name, c_long) for name in ("block_size", "num_blocks")),
-        *((name, c_float) for name in ("eps", "scale")),
-        *((name, c_int) for name in ("dtype", "norm_dtype")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "residual_scale")),
+        *((name, c_int) for name in ("dtype", "norm_dtype", "activation", *_FLAGS)),
     )
 
 
@@ -92,7 +123,7 @@ class _Segment(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("hidden", "cos_sin")),
+        *((name, c_void_p) for name in ("hidden", "cos_sin", "sliding_cos_sin")),
         ("num_tokens", c_long),
         *((name, c_void_p) for name in ("positions", "slots", "query_starts", "context_lens", "block_tables")),
         *((name, c_long) for name in ("num_positions", "rotated", "table_stride", "num_sequences")),
@@ -133,6 +164,10 @@ class FusedDecoder:
         self._lib = native.library()
         self._shape = _Shape(shape.model_dim, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.ffn_dim)
         self._shape.eps, self._shape.scale = shape.norm_eps, shape.scale
+        self._shape.softcap, self._shape.residual_scale = shape.softcap or 0.0, shape.residual_scale
+        self._shape.activation = native.ACTIVATIONS[shape.activation]
+        for flag in _FLAGS:
+            setattr(self._shape, flag, getattr(shape, flag))
         self._dtype = dtype
         self._shape.dtype = self._shape.norm_dtype = native.CODES.get(dtype, 0)
         self._layers = (_Layer * num_layers)()
@@ -146,22 +181,24 @@ class FusedDecoder:
         is_matrix_bound = self._dtype == torch.bfloat16 and num_tokens >= _AMX_SINGLE_OPS_FROM
         return not (is_matrix_bound and native.has_tile_units())
 
-    def set_layer(self, index: int, tensors: LayerTensors, has_rope: bool = True, window: int | None = None) -> None:
+    def set_layer(self, index: int, tensors: LayerTensors, rope: Rope = Rope.MAIN, window: int | None = None) -> None:
         """Give layer `index` its weights. Raises ValueError for a dtype or layout that is not the decoder's."""
         layer = self._layers[index]
-        norm_dtype = tensors.input_norm_M.dtype
+        norms = (tensors.input_norm_M, tensors.attention_post_norm_M)
+        norm_dtype = next(norm.dtype for norm in norms if norm is not None)
         for field in fields(LayerTensors):
             tensor: Tensor | None = getattr(tensors, field.name)
-            wanted = norm_dtype if field.name.endswith(("norm_M", "norm_D")) else self._dtype
             if tensor is None:
                 continue
-            if tensor.dtype != wanted or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            wanted = norm_dtype if "norm" in field.name else self._dtype
+            is_plain = (tensor.T if tensor.dim() == 2 and self._shape.is_transposed else tensor).is_contiguous()
+            if tensor.dtype != wanted or not is_plain or tensor.device.type != "cpu":
                 raise ValueError(
                     f"layer {index}: {field.name} is {tensor.dtype} on {tensor.device}, not plain {wanted}"
                 )
             setattr(layer, field.name, tensor.data_ptr())
         self._shape.norm_dtype = native.CODES[norm_dtype]
-        layer.has_rope, layer.window = int(has_rope), window or 0
+        layer.rope, layer.window = int(rope), window or 0
         self._kept[index] = tensors
 
     def set_caches(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -196,8 +233,16 @@ class FusedDecoder:
         positions = step.positions_T.to(torch.int32).contiguous()
         slots = step.slots_T.to(torch.int32).contiguous()
         starts, lens, tables, width, num_sequences = native.meta_pointers(step.meta)
-        packed = _Step(hidden_TM.data_ptr(), step.cos_sin_SR.data_ptr(), num_tokens, positions.data_ptr())
-        packed.slots, packed.query_starts, packed.context_lens = slots.data_ptr(), starts, lens
+        sliding_SR = step.cos_sin_SR if step.sliding_cos_sin_SR is None else step.sliding_cos_sin_SR
+        if sliding_SR.shape != step.cos_sin_SR.shape or not sliding_SR.is_contiguous():
+            raise ValueError(f"rope tables are {tuple(step.cos_sin_SR.shape)} and {tuple(sliding_SR.shape)}")
+        packed = _Step(hidden_TM.data_ptr(), step.cos_sin_SR.data_ptr(), sliding_SR.data_ptr(), num_tokens)
+        packed.positions, packed.slots, packed.query_starts, packed.context_lens = (
+            positions.data_ptr(),
+            slots.data_ptr(),
+            starts,
+            lens,
+        )
         packed.block_tables, packed.table_stride, packed.num_sequences = tables, width, num_sequences
         packed.num_positions, packed.rotated = step.cos_sin_SR.shape
         segments = _segments(adapters, num_tokens)

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype → its number in vec.h."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
+"""transformers' name of an activation → its number in ops.h."""
 _AMX_LINEAR_FROM = 32
 """Tokens from which torch's bf16 product (tile units) beats ours on CPUs that have them; not measured here."""
 
@@ -28,7 +30,9 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "nl_rms_norm": (c_void_p, c_long, c_void_p, c_long, c_void_p, c_int, c_void_p, *[c_long] * 3, c_float, c_int),
     "nl_rope": (*(c_void_p, c_long, c_long) * 2, c_long, c_void_p, c_long, c_void_p, c_long, c_long, c_int),
     "nl_write_kv": (*(c_void_p, c_long) * 2, *[c_void_p] * 3, *[c_long] * 5, c_int),
-    "nl_silu_mul": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
+    "nl_activate": (c_void_p, c_long, c_void_p, c_long, c_long, *[c_int] * 3),
+    "nl_layer_norm": (c_void_p, c_long, c_void_p, c_void_p, c_int, c_void_p, *[c_long] * 3, c_float, c_int),
+    "nl_linear_columns": (c_void_p, c_long, c_void_p, c_void_p, c_void_p, *[c_long] * 4, c_int, c_int),
     "nl_argmax": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
     "nl_attention": (c_void_p, c_long, *[c_void_p] * 3, c_long, *[c_void_p] * 3, *[c_long] * 9, *[c_float] * 2, c_int),
     "nl_lora": (c_void_p, c_long, c_void_p, c_long, c_long, c_void_p, c_long, c_int),
@@ -181,21 +185,39 @@ def meta_pointers(meta: AttentionMeta) -> tuple[int, int, int, int, int]:
     return (*pointers, tables.shape[1], meta.context_lens_B.shape[0])
 
 
-def silu_mul(gate_up_T2F: Tensor) -> Tensor | None:
-    """Accept any row stride."""
-    lib, code = library(), CODES.get(gate_up_T2F.dtype)
-    if lib is None or code is None or gate_up_T2F.dim() != 2 or not _has_plain_rows(gate_up_T2F):
+def layer_norm(x_TM: Tensor, w_M: Tensor, b_M: Tensor, eps: float) -> Tensor | None:
+    """Accept any row stride, weight and bias of x's dtype or float32."""
+    lib, code, w_code = library(), CODES.get(x_TM.dtype), CODES.get(w_M.dtype)
+    if lib is None or code is None or x_TM.dim() != 2 or not _has_plain_rows(x_TM, w_M, b_M):
         return None
-    rows, dim = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    y = torch.empty((rows, dim), dtype=gate_up_T2F.dtype)
-    lib.nl_silu_mul(gate_up_T2F.data_ptr(), gate_up_T2F.stride(0), y.data_ptr(), rows, dim, code)
+    if w_code not in (code, 0) or b_M.dtype != w_M.dtype:
+        return None
+    y = torch.empty(x_TM.shape, dtype=x_TM.dtype)
+    num_rows, dim = x_TM.shape
+    norm = (w_M.data_ptr(), b_M.data_ptr(), w_code)
+    lib.nl_layer_norm(x_TM.data_ptr(), x_TM.stride(0), *norm, y.data_ptr(), dim, num_rows, dim, eps, code)
+    return y
+
+
+def activate(x: Tensor, activation: str, is_gated: bool) -> Tensor | None:
+    """Accept any row stride."""
+    lib, code = library(), CODES.get(x.dtype)
+    if lib is None or code is None or x.dim() != 2 or not _has_plain_rows(x):
+        return None
+    rows, dim = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
+    y = torch.empty((rows, dim), dtype=x.dtype)
+    lib.nl_activate(x.data_ptr(), x.stride(0), y.data_ptr(), rows, dim, is_gated, ACTIVATIONS[activation], code)
     return y
 
 
 def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor | None:
-    """Accept any row stride of x, contiguous weights of its dtype, output in that dtype or float32."""
+    """Accept any row stride of x, weights of its dtype that are contiguous or the transpose of such, output in that
+    dtype or float32."""
     lib, code, out = library(), CODES.get(x_TM.dtype), out_dtype or x_TM.dtype
-    if lib is None or code is None or x_TM.dim() != 2 or not _has_plain_rows(x_TM) or not w_NM.is_contiguous():
+    is_turned = not w_NM.is_contiguous()
+    if lib is None or code is None or x_TM.dim() != 2 or x_TM.device.type != "cpu" or x_TM.stride(-1) != 1:
+        return None
+    if is_turned and not w_NM.T.is_contiguous():
         return None
     if w_NM.dtype != x_TM.dtype or out not in (x_TM.dtype, torch.float32) or x_TM.shape[1] != w_NM.shape[1]:
         return None
@@ -209,7 +231,8 @@ def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None, out_dtype: torch.d
         bias = bias_N.data_ptr()
     y = torch.empty((num_tokens, num_outputs), dtype=out)
     rows = (x_TM.data_ptr(), x_TM.stride(0), w_NM.data_ptr(), bias, y.data_ptr(), num_outputs)
-    lib.nl_linear(*rows, num_tokens, num_outputs, x_TM.shape[1], code, CODES[out])
+    run = lib.nl_linear_columns if is_turned else lib.nl_linear
+    run(*rows, num_tokens, num_outputs, x_TM.shape[1], code, CODES[out])
     return y
 
 

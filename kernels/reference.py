@@ -4,7 +4,7 @@ Arithmetic is float32 inside an op and rounds to the tensor's dtype once, at its
 float32, bfloat16 and float16; nothing here is fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -102,10 +102,25 @@ def _gather(cache_NKPD: Tensor, table_N: Tensor, context_len: int, num_heads: in
     return flat_KCD.repeat_interleave(num_heads // num_kv, dim=0)
 
 
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """Return silu(gate) · up of [gate | up] along the last dim. Shapes: [T, 2F] → [T, F]."""
-    gate, up = gate_up_T2F.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up_T2F.dtype)
+def activate(x: Tensor, activation: str, is_gated: bool = True) -> Tensor:
+    """Return act(gate) · up of [gate | up] along the last dim, or act of it all where there is no gate.
+
+    Shapes: [T, 2F] → [T, F], or [T, F] → [T, F]. `activation` is transformers' name of it, a key of ACTIVATIONS.
+    """
+    function = ACTIVATIONS[activation]
+    if not is_gated:
+        return function(x.float()).to(x.dtype)
+    gate, up = x.float().chunk(2, dim=-1)
+    return (function(gate) * up).to(x.dtype)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": _gelu_tanh, "gelu_pytorch_tanh": _gelu_tanh,
+}  # fmt: skip
 
 
 def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

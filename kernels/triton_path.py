@@ -2,6 +2,6 @@
 
 from nearline.kernels.triton_attention import paged_attention
 from nearline.kernels.triton_lora import lora_add_
-from nearline.kernels.triton_rows import rms_norm, rope_, silu_mul, write_kv
+from nearline.kernels.triton_rows import activate, layer_norm, rms_norm, rope_, write_kv
 
-__all__ = ["lora_add_", "paged_attention", "rms_norm", "rope_", "silu_mul", "write_kv"]
+__all__ = ["activate", "layer_norm", "lora_add_", "paged_attention", "rms_norm", "rope_", "write_kv"]

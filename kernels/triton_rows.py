@@ -107,20 +107,57 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: T
 
 
 @triton.jit
-def _silu_kernel(x, y, x_stride, dim, WIDTH: tl.constexpr):
+def _layer_norm_kernel(x, w, b, y, x_stride, dim, eps, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    is_inside = column < dim
+    value = tl.load(x + row * x_stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    value = tl.where(is_inside, value - tl.sum(value, axis=0) / dim, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / dim + eps)
+    weight = tl.load(w + column, mask=is_inside, other=0.0).to(tl.float32)
+    bias = tl.load(b + column, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(y + row * dim + column, (value * scale * weight + bias).to(y.dtype.element_ty), mask=is_inside)
+
+
+def layer_norm(x_TM: Tensor, w_M: Tensor, b_M: Tensor, eps: float) -> Tensor:
+    """Accept any row stride."""
+    y = torch.empty(x_TM.shape, dtype=x_TM.dtype, device=x_TM.device)
+    num_rows, dim = x_TM.shape
+    if num_rows:
+        width = triton.next_power_of_2(dim)
+        _layer_norm_kernel[(num_rows,)](
+            x_TM, w_M, b_M, y, x_TM.stride(0), dim, eps, width, num_warps=min(16, max(1, width // 512))
+        )
+    return y
+
+
+@triton.jit
+def _activate_kernel(x, y, x_stride, dim, GATED: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_inside = column < dim
-    gate = tl.load(x + row * x_stride + column, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + dim + column, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(y + row * dim + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=is_inside)
+    value = tl.load(x + row * x_stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    if KIND == "relu":
+        result = tl.maximum(value, 0.0)
+    elif KIND == "gelu":
+        result = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        result = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    else:
+        result = value * tl.sigmoid(value)
+    if GATED:
+        result *= tl.load(x + row * x_stride + dim + column, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(y + row * dim + column, result.to(y.dtype.element_ty), mask=is_inside)
 
 
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+_KINDS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def activate(x: Tensor, activation: str, is_gated: bool) -> Tensor:
     """Accept any row stride."""
-    rows, dim = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    y = torch.empty((rows, dim), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
+    rows, dim = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
+    y = torch.empty((rows, dim), dtype=x.dtype, device=x.device)
     if rows:
-        width = min(1024, triton.next_power_of_2(dim))
-        _silu_kernel[(rows, triton.cdiv(dim, width))](gate_up_T2F, y, gate_up_T2F.stride(0), dim, width)
+        width, kind = min(1024, triton.next_power_of_2(dim)), _KINDS.get(activation, activation)
+        _activate_kernel[(rows, triton.cdiv(dim, width))](x, y, x.stride(0), dim, is_gated, kind, width)
     return y

@@ -3,7 +3,6 @@
 Tokens of many sequences come packed in one row dimension T; only attention knows where each sequence begins.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from nearline.engine.kv_cache import KVCache
 from nearline.engine.models.layers import LayerWeights, NormWeights, WeightReader
 from nearline.engine.models.lora import LoraPlan
 from nearline.engine.models.rope import RopeTable
-from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape
+from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape, Rope
 from nearline.protocol import DecoderSpec
 
 
@@ -48,13 +47,11 @@ class Decoder:
         self._final_norm_M: NormWeights | None = None
         self._head_VM: Tensor | None = None
         self._windows = [spec.sliding_window if i in spec.sliding_layers else None for i in range(spec.num_layers)]
-        self._has_rope = [i not in spec.no_rope_layers for i in range(spec.num_layers)]
+        self._ropes = [_rope_of(spec, index) for index in range(spec.num_layers)]
         self._embedding_scale = _embedding_scale(spec, dtype)
         self._fused: FusedDecoder | None = None
-        if device.type == "cpu" and _is_plain(spec):
-            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            shape = LayerShape(*heads, spec.model_dim, spec.ffn_dim, spec.norm_eps, spec.score_scale)
-            self._fused = FusedDecoder(shape, spec.num_layers, dtype)
+        if device.type == "cpu":
+            self._fused = FusedDecoder(_shape(spec), spec.num_layers, dtype)
         self._is_loaded = False
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -113,7 +110,8 @@ class Decoder:
 
     def _run_fused(self, fused: FusedDecoder, residual_TM: Tensor, step: _Step) -> None:
         num_layers = self.spec.num_layers
-        packed = FusedStep(step.positions_T, step.slots_T, self._rope.table_SD, step.meta)
+        tables = self._rope.table_SD, self._sliding_rope.table_SD
+        packed = FusedStep(step.positions_T, step.slots_T, tables[0], step.meta, tables[1])
         adapters = step.lora.packed if step.lora is not None else ()
         fused.set_caches(step.kv.layers)
         if self._is_loaded:
@@ -157,8 +155,8 @@ class Decoder:
         if step.lora is not None:
             step.lora.add_qkv_(index, qkv_TN, x_TM)
         q_THD, k_TKD, v_TKD = self._heads(qkv_TN, layer)
-        if self._has_rope[index]:
-            rope = self._rope if window is None else self._sliding_rope
+        if self._ropes[index] != Rope.NONE:
+            rope = self._rope if self._ropes[index] == Rope.MAIN else self._sliding_rope
             kernels.rope_(q_THD, k_TKD, step.positions_T, rope.table_SD)
         kernels.write_kv(k_TKD, v_TKD, k_cache, v_cache, step.slots_T)
         o_THD = kernels.paged_attention(
@@ -187,7 +185,7 @@ class Decoder:
         gate_up_T2F = kernels.linear(x_TM, layer.gate_up_NM, layer.gate_up_bias_N)
         if lora is not None:
             lora.add_gate_up_(index, gate_up_T2F, x_TM)
-        inner_TF = _activated(gate_up_T2F, self.spec)
+        inner_TF = kernels.activate(gate_up_T2F, self.spec.activation, self.spec.is_gated)
         down_TM = kernels.linear(inner_TF, layer.down_MF, layer.down_bias_M)
         if lora is not None:
             lora.add_down_(index, down_TM, inner_TF)
@@ -198,37 +196,36 @@ class Decoder:
         if layer is None:
             layer = self.layers[index] = self._reader.layer(index)
             if self._fused is not None:
-                self._fused.set_layer(index, layer.compiled(), self._has_rope[index], self._windows[index])
+                self._fused.set_layer(index, layer.compiled(), self._ropes[index], self._windows[index])
         return layer
 
 
-def _is_plain(spec: DecoderSpec) -> bool:
-    """Tell whether the compiled decoder knows all that these layers do."""
-    has_plain_norms = spec.layout in ("llama", "phi3") and not spec.is_layer_norm and not spec.is_qk_norm_wide
-    has_plain_mlp = spec.is_gated and spec.activation == "silu" and not spec.is_transposed
-    has_plain_attention = spec.attention_softcap is None and spec.sliding_rope_theta is None
-    return has_plain_norms and has_plain_mlp and has_plain_attention and spec.residual_scale == 1.0
+def _shape(spec: DecoderSpec) -> LayerShape:
+    return LayerShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        model_dim=spec.model_dim,
+        ffn_dim=spec.ffn_dim,
+        norm_eps=spec.norm_eps,
+        scale=spec.score_scale,
+        softcap=spec.attention_softcap,
+        residual_scale=spec.residual_scale,
+        activation=spec.activation,
+        is_gated=spec.is_gated,
+        is_layer_norm=spec.is_layer_norm,
+        is_qk_norm_wide=spec.is_qk_norm_wide,
+        is_transposed=spec.is_transposed,
+    )
+
+
+def _rope_of(spec: DecoderSpec, layer: int) -> Rope:
+    if layer in spec.no_rope_layers:
+        return Rope.NONE
+    is_sliding = spec.sliding_window is not None and layer in spec.sliding_layers
+    return Rope.SLIDING if is_sliding and spec.sliding_rope_theta is not None else Rope.MAIN
 
 
 def _embedding_scale(spec: DecoderSpec, dtype: torch.dtype) -> float:
     scale = spec.embedding_scale
     return float(torch.tensor(scale, dtype=dtype)) if spec.is_embedding_scale_rounded else scale
-
-
-def _activated(gate_up_T2F: Tensor, spec: DecoderSpec) -> Tensor:
-    """Return act(gate) · up of [gate | up], or act of it all where there is no gate."""
-    if not spec.is_gated:
-        return _ACTIVATIONS[spec.activation](gate_up_T2F)
-    if spec.activation == "silu":
-        return kernels.silu_mul(gate_up_T2F)
-    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return _ACTIVATIONS[spec.activation](gate_TF) * up_TF
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": _gelu_tanh, "gelu_pytorch_tanh": _gelu_tanh,
-}  # fmt: skip

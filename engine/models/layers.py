@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ class Weights(Protocol):
     def wait_for(self, names: Sequence[str]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class NormWeights:
+class NormWeights(NamedTuple):
     """A norm over the last dim. A family's offset is already in the weight; only layer norms have a bias."""
 
     weight_M: Tensor
     bias_M: Tensor | None
+
+
+_NO_NORM = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,25 @@ class LayerWeights:
     mlp_post_norm: NormWeights | None
 
     def compiled(self) -> LayerTensors:
-        """Give the compiled decoder its tensors: those of a layer with two RMS norms, both in front."""
-        assert self.input_norm is not None
-        assert self.mlp_norm is not None
+        """Give the compiled decoder its tensors."""
+        input_norm, mlp_norm = self.input_norm or _NO_NORM, self.mlp_norm or _NO_NORM
         return LayerTensors(
-            input_norm_M=self.input_norm.weight_M,
+            input_norm_M=input_norm[0],
+            input_norm_bias_M=input_norm[1],
             qkv_NM=self.qkv_NM,
             qkv_bias_N=self.qkv_bias_N,
             q_norm_D=self.q_norm_D,
             k_norm_D=self.k_norm_D,
             o_MN=self.o_MN,
             o_bias_M=self.o_bias_M,
-            mlp_norm_M=self.mlp_norm.weight_M,
+            attention_post_norm_M=None if self.attention_post_norm is None else self.attention_post_norm.weight_M,
+            mlp_norm_M=mlp_norm[0],
+            mlp_norm_bias_M=mlp_norm[1],
             gate_up_NM=self.gate_up_NM,
             gate_up_bias_N=self.gate_up_bias_N,
             down_MF=self.down_MF,
             down_bias_M=self.down_bias_M,
+            mlp_post_norm_M=None if self.mlp_post_norm is None else self.mlp_post_norm.weight_M,
         )
 
 

@@ -2,17 +2,20 @@
  * through Python between them. */
 #include "ops.h"
 
+/* What a family lacks is NULL: a norm that is NULL is not applied. */
 typedef struct {
-    const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
-        *down_bias;
+    const void *input_norm, *input_norm_bias, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_post_norm,
+        *mlp_norm, *mlp_norm_bias, *gate_up, *gate_up_bias, *down, *down_bias, *mlp_post_norm;
     void *k_cache, *v_cache;
-    long has_rope, window; /* window 0: all positions */
+    long rope, window; /* rope: NO_ROPE, MAIN_ROPE or SLIDING_ROPE; window 0: all positions */
 } layer_t;
+
+enum { NO_ROPE, MAIN_ROPE, SLIDING_ROPE };
 
 typedef struct {
     long model_dim, num_heads, num_kv_heads, head_dim, ffn_dim, block_size, num_blocks;
-    float eps, scale;
-    int dt, norm_dt;
+    float eps, scale, softcap, residual_scale; /* softcap 0: none */
+    int dt, norm_dt, activation, is_gated, is_layer_norm, is_qk_norm_wide, is_transposed;
 } shape_t;
 
 enum { SITE_Q, SITE_K, SITE_V, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN, NUM_SITES };
@@ -32,7 +35,7 @@ typedef struct {
 
 typedef struct {
     void *hidden; /* [T, M], updated in place */
-    const float *cos_sin;
+    const float *cos_sin, *sliding_cos_sin;
     long num_tokens;
     const int32_t *positions, *slots, *query_starts, *context_lens, *block_tables;
     long num_positions, rotated, table_stride, num_sequences;
@@ -47,7 +50,8 @@ typedef struct {
 
 static buffers_t buffers_of(const shape_t *s, const step_t *step) {
     long T = step->num_tokens, width = width_of(s->dt), qkv = (s->num_heads + 2 * s->num_kv_heads) * s->head_dim;
-    long sizes[6] = {s->model_dim, qkv, s->num_heads * s->head_dim, s->model_dim, 2 * s->ffn_dim, s->ffn_dim};
+    long hidden_halves = (s->is_gated ? 2 : 1) * s->ffn_dim;
+    long sizes[6] = {s->model_dim, qkv, s->num_heads * s->head_dim, s->model_dim, hidden_halves, s->ffn_dim};
     long offsets[7] = {0};
     for (int i = 0; i < 6; i++) offsets[i + 1] = offsets[i] + (T * sizes[i] * width + 63) / 64 * 64;
     char *memory = scratch(SCRATCH_DECODER, offsets[6] + step->num_segments * 3 * (long)sizeof(lora_part));
@@ -58,7 +62,10 @@ static buffers_t buffers_of(const shape_t *s, const step_t *step) {
 static void project(const shape_t *s, long num_tokens, const void *x, long dim, const void *w, const void *bias, void *y,
                     long num_outputs, void *gated) {
     linear_args args = {x, dim, w, bias, y, num_outputs, num_tokens, num_outputs, dim, s->dt, s->dt};
-    linear_run(&args, gated);
+    if (s->is_transposed)
+        columns_run(&args);
+    else
+        linear_run(&args, gated, s->activation);
 }
 
 /* Adds the adapters of `count` neighbouring projections, whose outputs have the given widths, to y. */
@@ -94,10 +101,14 @@ static void place_token(void *context, long t) {
     const shape_t *s = p->shape;
     long H = s->num_heads, K = s->num_kv_heads, D = s->head_dim, width = width_of(s->dt);
     char *q = p->qkv + t * (H + 2 * K) * D * width, *k = q + H * D * width, *v = k + K * D * width;
-    if (p->layer->q_norm) rms_norm_rows(q, D, p->layer->q_norm, s->norm_dt, q, D, H, D, s->eps, s->dt);
-    if (p->layer->k_norm) rms_norm_rows(k, D, p->layer->k_norm, s->norm_dt, k, D, K, D, s->eps, s->dt);
-    if (p->layer->has_rope) {
-        const float *row = p->step->cos_sin + p->step->positions[t] * p->step->rotated;
+    long q_span = s->is_qk_norm_wide ? H * D : D, k_span = s->is_qk_norm_wide ? K * D : D;
+    if (p->layer->q_norm)
+        rms_norm_rows(q, q_span, p->layer->q_norm, s->norm_dt, q, q_span, H * D / q_span, q_span, s->eps, s->dt);
+    if (p->layer->k_norm)
+        rms_norm_rows(k, k_span, p->layer->k_norm, s->norm_dt, k, k_span, K * D / k_span, k_span, s->eps, s->dt);
+    if (p->layer->rope != NO_ROPE) {
+        const float *table = p->layer->rope == SLIDING_ROPE ? p->step->sliding_cos_sin : p->step->cos_sin;
+        const float *row = table + p->step->positions[t] * p->step->rotated;
         rope_heads(q, H, D, row, p->step->rotated, s->dt);
         rope_heads(k, K, D, row, p->step->rotated, s->dt);
     }
@@ -120,48 +131,82 @@ static int attend(const shape_t *s, const layer_t *layer, const step_t *step, co
     attention_args args = {b->qkv, (H + 2 * K) * D, layer->k_cache, layer->v_cache, b->attended, H * D,
                            step->query_starts, step->context_lens, step->block_tables, step->table_stride,
                            step->num_sequences, step->num_tokens, H, K, D, s->block_size, s->num_blocks, layer->window,
-                           s->scale, 0.0f, s->dt};
+                           s->scale, s->softcap, s->dt};
     return attention_run(&args);
 }
 
-static int run_layer(const shape_t *s, const layer_t *layer, long index, const step_t *step, const buffers_t *b) {
-    long T = step->num_tokens, M = s->model_dim, F = s->ffn_dim, D = s->head_dim;
+/* Normalises rows of [T, M]; a residual, which only RMS norms may have, is updated by x first. */
+static void norm(const shape_t *s, long T, const void *x, void *residual, const void *weight, const void *bias, void *y) {
+    long M = s->model_dim;
+    if (s->is_layer_norm)
+        nl_layer_norm(x, M, weight, bias, s->norm_dt, y, M, T, M, s->eps, s->dt);
+    else
+        nl_rms_norm(x, M, residual, M, weight, s->norm_dt, y, M, T, M, s->eps, s->dt);
+}
+
+/* Adds a branch (b->projected) to the residual stream, and returns what the next branch reads. */
+static void *join(const shape_t *s, const step_t *step, const buffers_t *b, const void *post, const void *following,
+                  const void *following_bias) {
+    long T = step->num_tokens, M = s->model_dim;
+    if (post) norm(s, T, b->projected, NULL, post, NULL, b->projected);
+    if (s->residual_scale != 1.0f) scale_values(b->projected, T * M, s->residual_scale, s->dt);
+    if (following && !s->is_layer_norm) {
+        norm(s, T, b->projected, step->hidden, following, NULL, b->normed);
+        return b->normed;
+    }
+    add_rows(b->projected, M, step->hidden, M, T, M, s->dt);
+    if (!following) return step->hidden;
+    norm(s, T, step->hidden, NULL, following, following_bias, b->normed);
+    return b->normed;
+}
+
+static void feed_forward(const shape_t *s, const layer_t *layer, long index, const step_t *step, const buffers_t *b,
+                         const void *x) {
+    long T = step->num_tokens, M = s->model_dim, F = s->ffn_dim;
+    int is_fused = s->is_gated && !step->num_segments && !s->is_transposed;
+    project(s, T, x, M, layer->gate_up, layer->gate_up_bias, b->gate_up, (s->is_gated ? 2 : 1) * F,
+            is_fused ? b->gated : NULL);
+    if (s->is_gated)
+        adapt(s, step, index, b, SITE_GATE, 2, (long[]){F, F}, x, M, b->gate_up);
+    else
+        adapt(s, step, index, b, SITE_UP, 1, (long[]){F}, x, M, b->gate_up);
+    if (!is_fused)
+        nl_activate(b->gate_up, (s->is_gated ? 2 : 1) * F, b->gated, T, F, s->is_gated, s->activation, s->dt);
+    project(s, T, b->gated, F, layer->down, layer->down_bias, b->projected, M, NULL);
+    adapt(s, step, index, b, SITE_DOWN, 1, (long[]){M}, b->gated, F, b->projected);
+}
+
+/* Runs one layer on x; `next`, the following layer or NULL, says what to return besides the residual stream. */
+static int run_layer(const shape_t *s, const layer_t *layer, long index, const layer_t *next, const step_t *step,
+                     const buffers_t *b, void **x) {
+    long T = step->num_tokens, M = s->model_dim, D = s->head_dim;
     long q = s->num_heads * D, kv = s->num_kv_heads * D;
-    project(s, T, b->normed, M, layer->qkv, layer->qkv_bias, b->qkv, q + 2 * kv, NULL);
-    adapt(s, step, index, b, SITE_Q, 3, (long[]){q, kv, kv}, b->normed, M, b->qkv);
+    project(s, T, *x, M, layer->qkv, layer->qkv_bias, b->qkv, q + 2 * kv, NULL);
+    adapt(s, step, index, b, SITE_Q, 3, (long[]){q, kv, kv}, *x, M, b->qkv);
     int problem = attend(s, layer, step, b);
     if (problem) return problem;
     project(s, T, b->attended, q, layer->o, layer->o_bias, b->projected, M, NULL);
     adapt(s, step, index, b, SITE_O, 1, (long[]){M}, b->attended, q, b->projected);
-    nl_rms_norm(b->projected, M, step->hidden, M, layer->post_norm, s->norm_dt, b->normed, M, T, M, s->eps, s->dt);
-    if (step->num_segments) {
-        project(s, T, b->normed, M, layer->gate_up, layer->gate_up_bias, b->gate_up, 2 * F, NULL);
-        adapt(s, step, index, b, SITE_GATE, 2, (long[]){F, F}, b->normed, M, b->gate_up);
-        nl_silu_mul(b->gate_up, 2 * F, b->gated, T, F, s->dt);
-    } else {
-        project(s, T, b->normed, M, layer->gate_up, layer->gate_up_bias, b->gate_up, 2 * F, b->gated);
-    }
-    project(s, T, b->gated, F, layer->down, layer->down_bias, b->projected, M, NULL);
-    adapt(s, step, index, b, SITE_DOWN, 1, (long[]){M}, b->gated, F, b->projected);
+    *x = join(s, step, b, layer->attention_post_norm, layer->mlp_norm, layer->mlp_norm_bias);
+    feed_forward(s, layer, index, step, b, *x);
+    *x = join(s, step, b, layer->mlp_post_norm, next ? next->input_norm : NULL, next ? next->input_norm_bias : NULL);
     return OK;
 }
 
 int nl_decoder_layers(const shape_t *s, const layer_t *layers, long first, long last, const step_t *step) {
-    long T = step->num_tokens, M = s->model_dim;
-    for (long t = 0; t < T; t++) {
+    for (long t = 0; t < step->num_tokens; t++) {
         if (step->positions[t] < 0 || step->positions[t] >= step->num_positions) return BAD_POSITION;
         if (step->slots[t] >= s->num_blocks * s->block_size) return BAD_SLOT;
     }
+    if (first >= last) return OK;
     buffers_t b = buffers_of(s, step);
+    const layer_t *layer = &layers[first];
+    void *x = layer->input_norm ? b.normed : step->hidden;
+    if (layer->input_norm)
+        norm(s, step->num_tokens, step->hidden, NULL, layer->input_norm, layer->input_norm_bias, b.normed);
     for (long i = first; i < last; i++) {
-        const void *w = layers[i].input_norm;
-        if (i == first)
-            nl_rms_norm(step->hidden, M, NULL, 0, w, s->norm_dt, b.normed, M, T, M, s->eps, s->dt);
-        else
-            nl_rms_norm(b.projected, M, step->hidden, M, w, s->norm_dt, b.normed, M, T, M, s->eps, s->dt);
-        int problem = run_layer(s, &layers[i], i, step, &b);
+        int problem = run_layer(s, &layers[i], i, i + 1 < last ? &layers[i + 1] : NULL, step, &b, &x);
         if (problem) return problem;
     }
-    if (first < last) add_rows(b.projected, M, step->hidden, M, T, M, s->dt);
     return OK;
 }

@@ -203,7 +203,8 @@ static long linear_grain(const linear_args *args) {
 
 typedef struct {
     linear_args args;
-    void *gated; /* [T, F] if outputs are [gate | up] and silu(gate) · up is wanted, else NULL */
+    void *gated; /* [T, F] if outputs are [gate | up] and act(gate) · up is wanted, else NULL */
+    int kind;
     long outputs_per_claim, num_output_claims, tokens_per_claim;
 } linear_loop;
 
@@ -226,13 +227,13 @@ static void linear_claim(void *context, long index) {
     for (long t = 0; t < part.num_tokens; t++) {
         const void *gate = at(part.y, t * part.y_stride + first, part.dt);
         void *to = at_mut(loop->gated, (token + t) * num_outputs + first, part.dt);
-        silu_mul_row(gate, at(gate, num_outputs, part.dt), to, last - first, part.dt);
+        activate_row(gate, at(gate, num_outputs, part.dt), to, last - first, loop->kind, part.dt);
     }
 }
 
-void linear_run(const linear_args *args, void *gated) {
+void linear_run(const linear_args *args, void *gated, int kind) {
     if (!args->num_tokens || !args->num_outputs) return;
-    linear_loop loop = {.args = linear_prepare(args, SCRATCH_LINEAR), .gated = gated};
+    linear_loop loop = {.args = linear_prepare(args, SCRATCH_LINEAR), .gated = gated, .kind = kind};
     loop.outputs_per_claim = linear_grain(args);
     loop.tokens_per_claim = 4 * TOKENS_PER_PANEL;
     long num_outputs = gated ? args->num_outputs / 2 : args->num_outputs;
@@ -244,5 +245,5 @@ void linear_run(const linear_args *args, void *gated) {
 void nl_linear(const void *x, long x_stride, const void *w, const void *bias, void *y, long y_stride, long num_tokens,
                long num_outputs, long dim, int dt, int out_dt) {
     linear_args args = {x, x_stride, w, bias, y, y_stride, num_tokens, num_outputs, dim, dt, out_dt};
-    linear_run(&args, NULL);
+    linear_run(&args, NULL, SILU);
 }

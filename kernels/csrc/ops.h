@@ -15,8 +15,11 @@ typedef struct {
     int dt, out_dt;
 } linear_args;
 
-/* `gated`, if not NULL: outputs are [gate | up], and gated[t, f] = silu(gate) · up is stored too, as [T, F]. */
-void linear_run(const linear_args *args, void *gated);
+/* `gated`, if not NULL: outputs are [gate | up], and gated[t, f] = act(gate) · up is stored too, as [T, F]; `kind` of
+ * activation. */
+void linear_run(const linear_args *args, void *gated, int kind);
+/* The same for weights stored [dim, num_outputs]; no gate. */
+void columns_run(const linear_args *args);
 /* Outputs [first, args->num_outputs) on the calling thread. `args` must come from linear_prepare. */
 void linear_span(const linear_args *args, long first);
 /* Returns args with x in the form the inner loops read (bf16 as it is, or float32 in the caller's scratch slot). */
@@ -28,8 +31,17 @@ void rms_norm_rows(const void *x, long x_stride, const void *w, int w_dt, void *
 void nl_rms_norm(const void *x, long x_stride, void *residual, long residual_stride, const void *w, int w_dt, void *y,
                  long y_stride, long rows, long dim, float eps, int dt);
 void add_rows(const void *x, long x_stride, void *residual, long residual_stride, long rows, long dim, int dt);
-void nl_silu_mul(const void *x, long x_stride, void *y, long rows, long dim, int dt);
-void silu_mul_row(const void *gate, const void *up, void *y, long dim, int dt);
+void nl_layer_norm(const void *x, long x_stride, const void *w, const void *b, int w_dt, void *y, long y_stride,
+                   long rows, long dim, float eps, int dt);
+/* x *= scale, rounded. */
+void scale_values(void *x, long count, float scale, int dt);
+
+enum { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+
+/* y = act(x), times up unless that is NULL. */
+void activate_row(const void *x, const void *up, void *y, long dim, int kind, int dt);
+/* Rows of x are [gate | up] of 2 · dim if gated, else dim wide; y is [rows, dim]. */
+void nl_activate(const void *x, long x_stride, void *y, long rows, long dim, int is_gated, int kind, int dt);
 /* Rotates the heads of one token; `cos_sin` is the table's row of its position. */
 void rope_heads(void *x, long num_heads, long head_dim, const float *cos_sin, long rotated, int dt);
 

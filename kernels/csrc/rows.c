@@ -1,4 +1,4 @@
-/* Ops that treat each token's row alone: norms, rope, KV write, SiLU·mul, argmax. Batch-invariant: rows never meet. */
+/* Ops that treat each token's row alone: norms, rope, KV write, argmax. Batch-invariant: rows never meet. */
 #include "ops.h"
 
 #define PARALLEL_FROM 65536 /* elements below which waking another thread costs more than it saves */
@@ -103,6 +103,87 @@ void nl_rms_norm(const void *x, long x_stride, void *residual, long residual_str
         for (long t = 0; t < rows; t++) norm_claim(&args, t);
 }
 
+/* Σ (x - mean), or Σ (x - mean)² */
+INLINE float sum_of_deviations(const void *x, long dim, float mean, int is_squared, int dt) {
+    v16 sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    long m = 0;
+    for (; m + 64 <= dim; m += 64)
+        UNROLL for (int i = 0; i < 4; i++) {
+            v16 v = load16(at(x, m + 16 * i, dt), dt) - splat(mean);
+            sum[i] = is_squared ? madd(v, v, sum[i]) : sum[i] + v;
+        }
+    for (; m + 16 <= dim; m += 16) {
+        v16 v = load16(at(x, m, dt), dt) - splat(mean);
+        sum[0] = is_squared ? madd(v, v, sum[0]) : sum[0] + v;
+    }
+    if (m < dim) {
+        v16 v = load_some(at(x, m, dt), (int)(dim - m), dt) - splat(mean);
+        v = select16(lane_index() < (int32_t)(dim - m), v, splat(0.0f));
+        sum[1] = is_squared ? madd(v, v, sum[1]) : sum[1] + v;
+    }
+    return sum16((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+INLINE void layer_norm_row(const void *x, const void *w, const void *b, int w_dt, void *y, long dim, float eps, int dt) {
+    float mean = sum_of_deviations(x, dim, 0.0f, 0, dt) / (float)dim;
+    v16 scale = splat(1.0f / sqrtf(sum_of_deviations(x, dim, mean, 1, dt) / (float)dim + eps));
+    long m = 0;
+    for (; m + 16 <= dim; m += 16) {
+        v16 v = (load16(at(x, m, dt), dt) - splat(mean)) * scale;
+        store16(at_mut(y, m, dt), madd(v, load16(at(w, m, w_dt), w_dt), load16(at(b, m, w_dt), w_dt)), dt);
+    }
+    int rest = (int)(dim - m);
+    if (rest) {
+        v16 v = (load_some(at(x, m, dt), rest, dt) - splat(mean)) * scale;
+        v = madd(v, load_some(at(w, m, w_dt), rest, w_dt), load_some(at(b, m, w_dt), rest, w_dt));
+        store_some(at_mut(y, m, dt), v, rest, dt);
+    }
+}
+
+typedef struct {
+    const void *x;
+    long x_stride;
+    const void *w, *b;
+    int w_dt;
+    void *y;
+    long y_stride, dim;
+    float eps;
+    int dt;
+} layer_norm_args;
+
+static void layer_norm_claim(void *context, long t) {
+    const layer_norm_args *n = context;
+    const void *x = at(n->x, t * n->x_stride, n->dt);
+    void *y = at_mut(n->y, t * n->y_stride, n->dt);
+    int dt = n->dt, w_dt = n->w_dt;
+    if (dt == F32) layer_norm_row(x, n->w, n->b, F32, y, n->dim, n->eps, F32);
+    if (dt == BF16 && w_dt == BF16) layer_norm_row(x, n->w, n->b, BF16, y, n->dim, n->eps, BF16);
+    if (dt == BF16 && w_dt == F32) layer_norm_row(x, n->w, n->b, F32, y, n->dim, n->eps, BF16);
+    if (dt == F16 && w_dt == F16) layer_norm_row(x, n->w, n->b, F16, y, n->dim, n->eps, F16);
+    if (dt == F16 && w_dt == F32) layer_norm_row(x, n->w, n->b, F32, y, n->dim, n->eps, F16);
+}
+
+void nl_layer_norm(const void *x, long x_stride, const void *w, const void *b, int w_dt, void *y, long y_stride,
+                   long rows, long dim, float eps, int dt) {
+    layer_norm_args args = {x, x_stride, w, b, w_dt, y, y_stride, dim, eps, dt};
+    if (rows * dim >= PARALLEL_FROM)
+        parallel_for(rows, layer_norm_claim, &args);
+    else
+        for (long t = 0; t < rows; t++) layer_norm_claim(&args, t);
+}
+
+INLINE void scale_row(void *x, long dim, float scale, int dt) {
+    long m = 0;
+    for (; m + 16 <= dim; m += 16) store16(at_mut(x, m, dt), load16(at(x, m, dt), dt) * splat(scale), dt);
+    for (; m < dim; m++) store1(x, m, load1(x, m, dt) * scale, dt);
+}
+
+void scale_values(void *x, long count, float scale, int dt) {
+    if (dt == F32) scale_row(x, count, scale, F32);
+    if (dt == BF16) scale_row(x, count, scale, BF16);
+    if (dt == F16) scale_row(x, count, scale, F16);
+}
+
 INLINE void rotate(void *x, long head_dim, long num_heads, const float *cos_sin, long half, int dt) {
     for (long h = 0; h < num_heads; h++) {
         char *first = at_mut(x, h * head_dim, dt), *second = at_mut(x, h * head_dim + half, dt);
@@ -173,48 +254,6 @@ int nl_write_kv(const void *k, long k_stride, const void *v, long v_stride, void
         }
     }
     return OK;
-}
-
-INLINE void silu_row(const void *gate, const void *up, void *y, long dim, int dt) {
-    v16 one = splat(1.0f);
-    long f = 0;
-    for (; f + 16 <= dim; f += 16) {
-        v16 g = load16(at(gate, f, dt), dt), u = load16(at(up, f, dt), dt);
-        store16(at_mut(y, f, dt), g / (one + exp16(-g)) * u, dt);
-    }
-    int rest = (int)(dim - f);
-    if (rest) {
-        v16 g = load_some(at(gate, f, dt), rest, dt), u = load_some(at(up, f, dt), rest, dt);
-        store_some(at_mut(y, f, dt), g / (one + exp16(-g)) * u, rest, dt);
-    }
-}
-
-void silu_mul_row(const void *gate, const void *up, void *y, long dim, int dt) {
-    if (dt == F32) silu_row(gate, up, y, dim, F32);
-    if (dt == BF16) silu_row(gate, up, y, dim, BF16);
-    if (dt == F16) silu_row(gate, up, y, dim, F16);
-}
-
-typedef struct {
-    const void *x;
-    long x_stride;
-    void *y;
-    long dim;
-    int dt;
-} silu_args;
-
-static void silu_claim(void *context, long t) {
-    const silu_args *s = context;
-    const void *gate = at(s->x, t * s->x_stride, s->dt);
-    silu_mul_row(gate, at(gate, s->dim, s->dt), at_mut(s->y, t * s->dim, s->dt), s->dim, s->dt);
-}
-
-void nl_silu_mul(const void *x, long x_stride, void *y, long rows, long dim, int dt) {
-    silu_args args = {x, x_stride, y, dim, dt};
-    if (rows * dim >= PARALLEL_FROM / 4)
-        parallel_for(rows, silu_claim, &args);
-    else
-        for (long t = 0; t < rows; t++) silu_claim(&args, t);
 }
 
 INLINE int64_t argmax_row(const void *x, long dim, int dt) {

@@ -20,20 +20,25 @@ def test_a_row_of_linear_is_the_same_alone_and_in_any_batch(num_outputs: int, di
     if dtype == torch.bfloat16 and native.has_tile_units():
         x = x[:31]  # larger batches go to torch there
     whole = kernels.linear(x, w)
+    stored_in_out = w.T.contiguous().T
+    turned = kernels.linear(x, stored_in_out)
     for start, end in ((0, 1), (1, 3), (3, 6), (6, 10), (10, 31), (31, 231)):
         assert torch.equal(kernels.linear(x[start:end], w), whole[start:end])
+        assert torch.equal(kernels.linear(x[start:end], stored_in_out), turned[start:end])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_the_small_ops_are_the_same_alone_and_in_a_batch(dtype: torch.dtype) -> None:
     x, w = torch.randn(200, 402).to(dtype), torch.randn(402).to(dtype)
     a, b = torch.randn(8, 402).to(dtype), torch.randn(402, 8).to(dtype)
-    normed, gated, adapted = kernels.rms_norm(x, w, 1e-5), kernels.silu_mul(x), x.clone()
+    normed, gated, adapted = kernels.rms_norm(x, w, 1e-5), kernels.activate(x, "silu"), x.clone()
+    centred = kernels.layer_norm(x, w, w, 1e-5)
     kernels.lora_add_(adapted, x, [kernels.LoraSegment(0, 200, a, b)])
     for i in (0, 7, 199):
         row = x[i : i + 1]
         assert torch.equal(kernels.rms_norm(row, w, 1e-5)[0], normed[i])
-        assert torch.equal(kernels.silu_mul(row)[0], gated[i])
+        assert torch.equal(kernels.layer_norm(row, w, w, 1e-5)[0], centred[i])
+        assert torch.equal(kernels.activate(row, "silu")[0], gated[i])
         alone = row.clone()
         kernels.lora_add_(alone, row, [kernels.LoraSegment(0, 1, a, b)])
         assert torch.equal(alone[0], adapted[i])

@@ -1,5 +1,7 @@
 """The compiled ops against float64 truth and the reference, on every build this CPU can run."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -85,12 +87,33 @@ def test_write_kv_refuses_a_slot_outside_the_cache() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "dim"), [(0, 8), (1, 1), (3, 31), (40, 640)])
-def test_silu_mul_gates(rows: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activate_gates_or_not(rows: int, dim: int, activation: str, dtype: torch.dtype) -> None:
     x = _random(rows, 2 * dim + 5, dtype=dtype)[:, : 2 * dim] * 8
-    result = native.silu_mul(x)
+    for is_gated in (True, False):
+        result = native.activate(x, activation, is_gated)
+        assert result is not None
+        assert_rounded_from(result, reference.activate(x.double(), activation, is_gated), noise=2e-5)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_hold_at_their_ends(activation: str) -> None:
+    x = torch.tensor([[-1e30, -200.0, -60.0, -9.0, -0.0, 0.0, 9.0, 60.0, 200.0, 1e30]])
+    result = native.activate(x, activation, is_gated=False)
     assert result is not None
-    gate, up = x.double().chunk(2, -1)
-    assert_rounded_from(result, gate * torch.sigmoid(gate) * up, noise=2e-5)
+    torch.testing.assert_close(result, reference.activate(x, activation, is_gated=False), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 70])
+@pytest.mark.parametrize("dim", [1, 15, 64, 577])
+def test_layer_norm_subtracts_the_mean(rows: int, dim: int, dtype: torch.dtype) -> None:
+    x = (_random(rows, dim + 9, dtype=dtype) * 3 + 2)[:, 3 : 3 + dim]
+    for norm_dtype in {dtype, torch.float32}:
+        w, b = _random(dim, dtype=norm_dtype, seed=1), _random(dim, dtype=norm_dtype, seed=2)
+        result = native.layer_norm(x, w, b, 1e-5)
+        assert result is not None
+        assert_rounded_from(result, torch.nn.functional.layer_norm(x.double(), (dim,), w.double(), b.double(), 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,8 +124,9 @@ def test_linear_multiplies_by_the_transpose(num_tokens: int, num_outputs: int, d
     w, bias = _random(num_outputs, dim, dtype=dtype, seed=1), _random(num_outputs, dtype=dtype, seed=2)
     exact = x.double() @ w.double().T
     # Sums of `dim` products of unit size: their float32 error grows like sqrt(dim) · 2⁻²⁴.
-    for out_dtype in (None, torch.float32):
-        plain, biased = native.linear(x, w, None, out_dtype), native.linear(x, w, bias, out_dtype)
+    stored_in_out = w.T.contiguous().T
+    for out_dtype, weight in itertools.product((None, torch.float32), (w, stored_in_out)):
+        plain, biased = native.linear(x, weight, None, out_dtype), native.linear(x, weight, bias, out_dtype)
         assert plain is not None
         assert biased is not None
         assert plain.dtype == (out_dtype or dtype)

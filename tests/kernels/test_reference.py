@@ -47,6 +47,6 @@ def test_attention_of_mixed_prefill_and_decode_equals_dense_softmax(window: int 
     assert_rounded_from(result, naive_attention(p, 0.3, window))
 
 
-def test_silu_mul_is_llamas_gate() -> None:
+def test_a_gated_silu_is_llamas_gate() -> None:
     x = torch.randn(3, 20)
-    torch.testing.assert_close(reference.silu_mul(x), F.silu(x[:, :10]) * x[:, 10:])
+    torch.testing.assert_close(reference.activate(x, "silu"), F.silu(x[:, :10]) * x[:, 10:])

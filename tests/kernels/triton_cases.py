@@ -52,9 +52,18 @@ def test_write_kv_skips_negative_slots(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_mul(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 74).to(dtype)
-    assert_rounded_from(triton_rows.silu_mul(x), reference.silu_mul(x.float()))
+    for is_gated in (True, False):
+        result = triton_rows.activate(x, activation, is_gated)
+        assert_rounded_from(result, reference.activate(x.float(), activation, is_gated))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm(dtype: torch.dtype) -> None:
+    x, w, b = torch.randn(3, 99).to(dtype)[:, 1:-1] + 2, torch.randn(97), torch.randn(97)
+    assert_rounded_from(triton_rows.layer_norm(x, w, b, 1e-5), reference.layer_norm(x.float(), w, b, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -120,12 +120,17 @@ def test_longrope_serves_the_context_in_which_its_short_factors_hold(tiny_model:
     )
 
 
-@pytest.mark.parametrize(("family", "is_compiled"), [("phi3", True), ("granite", False), ("gpt2", False)])
-def test_the_compiled_decoder_declines_what_it_cannot_run(
-    family: str, is_compiled: bool, tiny_model: Callable[..., Any], bind: Any
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_compiled_call_gives_the_bits_of_the_single_ops(
+    family: str, dtype: torch.dtype, tiny_model: Callable[..., Any], bind: Any, prompt: Any
 ) -> None:
     name, overrides = FAMILIES[family]
-    assert (bind(tiny_model(name, **overrides)).runner.decoder._fused is not None) is is_compiled
+    harness, tokens = bind(tiny_model(name, dtype=dtype, **overrides)), prompt(50)
+    assert harness.runner.decoder._fused is not None
+    compiled = harness.logits(tokens, chunk=30)
+    harness.runner.decoder._fused = None
+    torch.testing.assert_close(harness.logits(tokens, chunk=30), compiled, atol=0, rtol=0)
 
 
 def test_transposed_weights_stay_views(tiny_model: Callable[..., Any], bind: Any, prompt: Any) -> None:

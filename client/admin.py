@@ -28,6 +28,12 @@ class AsyncAdmin:
         shown: dict[str, Any] = await self._transport.json("GET", f"/admin/{kind}/{quote(name, safe='/:')}")
         return shown
 
+    async def change(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Change a model's settings (keep-alive, replicas, promise); return the model as it is then."""
+        path = f"/admin/models/{quote(name, safe='/:')}"
+        changed: dict[str, Any] = await self._transport.json("PATCH", path, settings)
+        return changed
+
     async def remove(self, kind: str, name: str) -> None:
         await self._transport.json("DELETE", f"/admin/{kind}/{quote(name, safe='/:')}")
 

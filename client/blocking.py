@@ -157,6 +157,9 @@ class Admin:
     def show(self, kind: str, name: str) -> dict[str, Any]:
         return self._loop.run(self._admin.show(kind, name))
 
+    def change(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        return self._loop.run(self._admin.change(name, settings))
+
     def remove(self, kind: str, name: str) -> None:
         self._loop.run(self._admin.remove(kind, name))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from nearline import __version__
-from nearline.client.commands import demo, errands, fleet, invoke, models, up
+from nearline.client.commands import demo, errands, fleet, invoke, models, settings, up
 
 
 def _print_version(wanted: bool) -> None:
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.add_typer(models.model, name="model")
 app.add_typer(models.adapter, name="adapter")
+models.model.command("set")(settings.set_model)
 models.model.command("verify")(errands.verify_model)
 models.model.command("evict")(errands.evict_model)
 models.adapter.command("verify")(errands.verify_adapter)

@@ -26,7 +26,7 @@ POLL_S = 0.02
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformConfig:
     """`redis_url` None starts the embedded Valkey. `api_keys` are NAME=KEY lines; `agent_args` go to the node agent
-    as they are."""
+    and `controller_args` to the controller as they are."""
 
     data_dir: Path
     host: str = "127.0.0.1"
@@ -34,6 +34,7 @@ class PlatformConfig:
     redis_url: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     agent_args: tuple[str, ...] = ()
+    controller_args: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ async def _start_all(
         "controller",
         [*python, "nearline.controller", "--host", config.host, "--port", str(config.port), "--redis", redis_url,
          "--data-dir", str(data / "controller"), "--node-token-file", str(token), "--url-file", str(url_file),
-         *_api_key_args(data, config.api_keys)],
+         *_api_key_args(data, config.api_keys), *config.controller_args],
         platform.logs / "controller.log",
     )  # fmt: skip
     await _start(platform, controller, lambda: url_file.exists() and bool(url_file.read_text().strip()))

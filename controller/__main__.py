@@ -41,7 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", action="append", default=[], metavar="NAME=KEY", help="a tenant and its key; may be repeated")
     add("--api-key-file", type=Path, help="file with one NAME=KEY per line")
     add("--tenant-weight", action="append", default=[], metavar="NAME=W", help="a tenant's share of busy models (1)")
-    add("--tenant-limit", action="append", default=[], metavar="NAME=RPM:N", help="requests a minute, at once; 0: any")
+    limit = "requests a minute, at once, tokens a minute; 0: any"
+    add("--tenant-limit", action="append", default=[], metavar="NAME=RPM:N:TPM", help=limit)
+    cap = "strictest SLO class a tenant may have: interactive, batch-1m or batch-1h"
+    add("--tenant-slo", action="append", default=[], metavar="NAME=CLASS", help=cap)
     add("--admin-key-file", type=Path, help="file with the only key that may administer (default: every key may)")
     add("--url-file", type=Path, help="write the address that was bound to this file")
     add("--max-running-jobs", type=int, default=32, help="jobs run at once")
@@ -65,7 +68,7 @@ def _config(options: argparse.Namespace) -> ServiceConfig:
         key_prefix=options.key_prefix,
         max_running_jobs=options.max_running_jobs,
         result_ttl_s=options.result_ttl,
-        limits=Limits.of(options.tenant_limit),
+        limits=Limits.of(options.tenant_limit, options.tenant_slo),
         tenant_weights=tuple(_weight(pair) for pair in options.tenant_weight),
     )
 

@@ -1,4 +1,4 @@
-"""Limits of tenants that hold over all front doors together: requests per minute, and requests at once.
+"""Limits of tenants that hold over all front doors together: requests and tokens per minute, requests at once.
 
 One script in Redis looks and counts in one step, by the server's own clock, so replicas and skewed clocks change
 nothing. The minute slides: it is exact, not a window that two bursts can share. While Redis is away nobody is held to a
@@ -9,12 +9,13 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
 from nearline.controller.redis_state import State
-from nearline.protocol import TenantId
+from nearline.controller.token_limits import Reservation, TokenMeter
+from nearline.protocol import SloClass, TenantId
 from nearline.protocol.errors import RateLimited, StateUnavailable
 
 LEASE_S = 900
@@ -50,35 +51,57 @@ LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """0 means no limit."""
+    """0 means no limit. `slo_cap` is the strictest class its requests are promised, whatever they ask for."""
 
     per_minute: int = 0
     at_once: int = 0
+    tokens_per_minute: int = 0
+    slo_cap: SloClass | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limited tenants. All others never touch Redis."""
+    """The limited tenants. All others never touch Redis. Owns: the meter of their tokens."""
 
     by_tenant: Mapping[TenantId, Limit] = field(default_factory=dict)
+    meter: TokenMeter = field(default_factory=TokenMeter)
 
     @classmethod
-    def of(cls, pairs: Iterable[str]) -> "Limits":
-        """Build from `NAME=PER_MINUTE:AT_ONCE`. Raises ValueError for anything else."""
-        found = {}
+    def of(cls, pairs: Iterable[str], caps: Iterable[str] = ()) -> "Limits":
+        """Build from `NAME=PER_MINUTE:AT_ONCE:TOKENS_PER_MINUTE`, the last two may be left out, and `NAME=CLASS`.
+
+        Raises ValueError for anything else.
+        """
+        found: dict[TenantId, Limit] = {}
         for pair in pairs:
             name, _, text = pair.rpartition("=")
-            rate, _, many = text.partition(":")
-            if not name or not rate.isdecimal() or not (many or "0").isdecimal():
-                raise ValueError(f"a limit is given as NAME=PER_MINUTE:AT_ONCE (0: none), not {pair!r}")
-            found[TenantId(name)] = Limit(int(rate), int(many or 0))
+            numbers = text.split(":")
+            if not name or len(numbers) > 3 or not all(number.isdecimal() for number in numbers):
+                raise ValueError(f"a limit is given as NAME=PER_MINUTE:AT_ONCE:TOKENS (0: none), not {pair!r}")
+            found[TenantId(name)] = Limit(*[int(number) for number in [*numbers, "0", "0"][:3]])
+        for pair in caps:
+            name, _, text = pair.rpartition("=")
+            if not name or text not in list(SloClass):
+                raise ValueError(f"a cap is given as NAME=CLASS with one of {', '.join(SloClass)}, not {pair!r}")
+            found[TenantId(name)] = replace(found.get(TenantId(name), Limit()), slo_cap=SloClass(text))
         return cls(found)
+
+    def slo_cap(self, tenant: TenantId) -> SloClass | None:
+        limit = self.by_tenant.get(tenant)
+        return None if limit is None else limit.slo_cap
+
+    async def reserve(self, state: State, tenant: TenantId, num_tokens: int) -> Reservation:
+        """Set aside the tokens a request may use. Raises RateLimited with the time to come back."""
+        limit = self.by_tenant.get(tenant)
+        if limit is None or not limit.tokens_per_minute:
+            return Reservation()
+        return await self.meter.reserve(state, tenant, limit.tokens_per_minute, num_tokens)
 
     @asynccontextmanager
     async def admitted(self, state: State, tenant: TenantId) -> AsyncIterator[None]:
         """Count one request from here to the end of the block. Raises RateLimited with the time to come back."""
         limit = self.by_tenant.get(tenant)
-        if limit is None:
+        if limit is None or not (limit.per_minute or limit.at_once):
             yield
             return
         entry = uuid.uuid4().hex

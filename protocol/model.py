@@ -1,10 +1,10 @@
 """What is registered: models, adapters and the checkpoints behind them. Immutable; a new version is a new value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from nearline.protocol.ids import Bytes, Digest, ModelId, Seconds
-from nearline.protocol.request import Pooling
+from nearline.protocol.request import Pooling, Slo
 
 
 class CheckpointKind(StrEnum):
@@ -35,13 +35,18 @@ class CheckpointInfo:
     bos_token_id: int | None = None
     base_digest: Digest | None = None
     rank: int = 0
+    quantization: str = ""
+    """Format of the weights, int8 or int4, if they were quantised when they were imported."""
+    quantization_error: float = 0.0
+    """What that lost: √(Σ(stored - original)² / Σ original²) over all quantised weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model people may call. Idle instances stop `keep_alive_s` after their last request (negative: never).
 
-    `pooling` is how its embeddings are made when a request does not say.
+    With `keep_alive_min_s` that time is learned from the model's own calls, between the two. `pooling` is how its
+    embeddings are made, and `slo` what its requests are promised, when a request does not say.
     """
 
     model_id: ModelId
@@ -51,6 +56,8 @@ class ModelSpec:
     min_replicas: int = 0
     max_replicas: int = 1
     pooling: Pooling = Pooling.LAST
+    slo: Slo = field(default_factory=Slo)
+    keep_alive_min_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,16 @@ from rich.table import Table
 from nearline.client.blocking import Client
 from nearline.client.commands.bulk import add_adapters
 from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
+from nearline.client.commands.settings import (
+    KeepAlive,
+    KeepAliveMin,
+    MaxReplicas,
+    MinReplicas,
+    SloClass,
+    TpotMs,
+    TtftMs,
+    given,
+)
 from nearline.protocol.errors import CheckpointCorrupt, NearlineError
 
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
@@ -25,11 +35,13 @@ Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, an http(
 def add_model(
     name: Name,
     source: Source,
-    keep_alive: Annotated[
-        float | None, typer.Option(help="Seconds an idle instance stays up; negative: for ever (default 300).")
-    ] = None,
-    min_replicas: Annotated[int | None, typer.Option(help="Instances kept even when idle.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Instances at most.")] = None,
+    keep_alive: KeepAlive = None,
+    keep_alive_min: KeepAliveMin = None,
+    min_replicas: MinReplicas = None,
+    max_replicas: MaxReplicas = None,
+    slo: SloClass = None,
+    ttft_ms: TtftMs = None,
+    tpot_ms: TpotMs = None,
     no_convert: Annotated[bool, typer.Option("--no-convert", help="Serve a local safetensors file as it is.")] = False,
     replace: Replace = False,
     url: Url = None,
@@ -37,9 +49,12 @@ def add_model(
     as_json: Json = False,
 ) -> None:
     """Import a model into the store and make it callable."""
-    wishes = {"keep_alive_s": keep_alive, "min_replicas": min_replicas, "max_replicas": max_replicas}
+    settings = given(
+        keep_alive_s=keep_alive, keep_alive_min_s=keep_alive_min, min_replicas=min_replicas, max_replicas=max_replicas,
+        slo=slo, ttft_ms=ttft_ms, tpot_ms=tpot_ms,
+    )  # fmt: skip
     where = f"as-is:{absolute(source)}" if no_convert else absolute(source)
-    body = {"name": name, "source": where, "replace": replace} | {k: v for k, v in wishes.items() if v is not None}
+    body = {"name": name, "source": where, "replace": replace, **settings}
     with connected(url, api_key, as_json) as client:
         registered = register(client, "models", body, is_quiet=as_json)
         if as_json:

@@ -42,12 +42,23 @@ def up(
     ] = None,
     ssd_budget: Annotated[str | None, typer.Option(help="Disk for checkpoints, such as 500GiB.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="NAME=KEY of a tenant; repeatable. None: open.")] = None,
+    tenant_weight: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=W", help="A tenant's share of busy models (1); repeatable.")
+    ] = None,
+    tenant_limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=RPM:N:TPM", help="Requests a minute, at once, tokens a minute; 0: any. Repeatable."),
+    ] = None,
+    tenant_slo: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=CLASS", help="Strictest SLO class of a tenant; repeatable.")
+    ] = None,
 ) -> None:
     """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
     agent_args: list[str] = []
     sizes = (("--pool-bytes", pool), ("--ssd-budget", ssd_budget))
     for flag, value in (("--slots", slots), ("--prewarm", prewarm), *sizes):
         agent_args += [flag, str(value)] if value is not None else []
+    tenants = (("--tenant-weight", tenant_weight), ("--tenant-limit", tenant_limit), ("--tenant-slo", tenant_slo))
     config = PlatformConfig(
         data_dir=(data_dir or default_data_dir()).expanduser().resolve(),
         host=host,
@@ -55,6 +66,7 @@ def up(
         redis_url=redis,
         api_keys=tuple(api_key or []),
         agent_args=tuple(agent_args),
+        controller_args=tuple(part for flag, values in tenants for value in values or () for part in (flag, value)),
     )
     try:
         asyncio.run(_up(config))

@@ -11,11 +11,11 @@ from aiohttp import web
 from nearline.controller.http.door import Door, door_of
 from nearline.controller.http.errands import errand_routes
 from nearline.controller.http.errors import envelope
-from nearline.controller.http.registration import Event, Registrar, adapter_object, model_object
-from nearline.controller.http.schemas import AdapterBody, ModelBody, parse
+from nearline.controller.http.registration import Event, Registrar, adapter_object, check_limits, model_object
+from nearline.controller.http.schemas import AdapterBody, ModelBody, ModelPatch, parse
 from nearline.controller.http.sse import stream_events
 from nearline.protocol import ModelId, ModelSpec, Tier
-from nearline.protocol.errors import InvalidRequest, ModelNotFound, NearlineError
+from nearline.protocol.errors import ModelNotFound, NearlineError
 
 
 class Admin:
@@ -30,6 +30,7 @@ class Admin:
             web.get("/admin/models", list_models),
             *errand_routes(),
             web.get("/admin/models/{name:.+}", get_model),
+            web.patch("/admin/models/{name:.+}", self.change_model),
             web.delete("/admin/models/{name:.+}", self.remove_model),
             web.post("/admin/adapters", self.add_adapter),
             web.get("/admin/adapters", list_adapters),
@@ -40,12 +41,15 @@ class Admin:
 
     async def add_model(self, request: web.Request) -> web.StreamResponse:
         body = parse(ModelBody, await request.read())
-        if body.min_replicas > body.max_replicas:
-            raise InvalidRequest("min_replicas is more than max_replicas", param="min_replicas")
+        check_limits(body)
         return await self._register(request, body)
 
     async def add_adapter(self, request: web.Request) -> web.StreamResponse:
         return await self._register(request, parse(AdapterBody, await request.read()))
+
+    async def change_model(self, request: web.Request) -> web.StreamResponse:
+        body, name = parse(ModelPatch, await request.read()), ModelId(request.match_info["name"])
+        return web.json_response(await self._registrar.change_model(door_of(request), name, body))
 
     async def remove_model(self, request: web.Request) -> web.StreamResponse:
         name = ModelId(request.match_info["name"])

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nearline.controller.generation import Call, Generation, NoGeneration
-from nearline.controller.http.door import Door
+from nearline.controller.http.calls import most_tokens
+from nearline.controller.http.door import Caller, Door
 from nearline.controller.registry import Target
 from nearline.controller.text_stream import TextDelta, TokenText
+from nearline.controller.token_limits import Reservation
 from nearline.protocol import Usage, to_plain
 from nearline.protocol.errors import Cancelled, ErrorInfo
 
@@ -34,7 +36,10 @@ class Answer:
     `num_prompts` prompts have the same number of choices each, in order.
     """
 
-    def __init__(self, door: Door, target: Target, calls: Sequence[Call], num_prompts: int = 1) -> None:
+    def __init__(
+        self, door: Door, target: Target, calls: Sequence[Call], reservation: Reservation, num_prompts: int = 1
+    ) -> None:
+        self._reservation = reservation
         self._metrics = door.metrics.of(target.model.model_id)
         self._num_prompts = num_prompts
         self.request_id = calls[0].request.request_id
@@ -50,6 +55,14 @@ class Answer:
             self._failed(error)
             self._cancel()
             raise
+
+    @classmethod
+    async def open(
+        cls, door: Door, caller: Caller, target: Target, calls: Sequence[Call], num_prompts: int = 1
+    ) -> "Answer":
+        """Reserve the tenant's tokens, then start. Raises RateLimited, or what the fleet refuses it with."""
+        reservation = await door.limits.reserve(door.state, caller.tenant, most_tokens(calls))
+        return cls(door, target, calls, reservation, num_prompts)
 
     def close(self) -> None:
         """End every choice, wherever it is. Idempotent."""
@@ -103,6 +116,8 @@ class Answer:
     def _cancel(self) -> None:
         for generation in self.generations:
             generation.cancel()
+        total = self.total if self.generations else Usage(0, 0)
+        self._reservation.settle(total.num_prompt_tokens + total.num_completion_tokens)
 
     @property
     def finish_reasons(self) -> list[str | None]:

@@ -2,15 +2,17 @@
 
 import random
 import uuid
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from nearline.controller.generation import Call
 from nearline.controller.http.door import Caller, Door
-from nearline.controller.http.schemas import MAX_COUNT, ChatFields, MessageBody, SamplingBody
+from nearline.controller.http.schemas import MAX_COUNT, ChatFields, MessageBody, PromiseFields, SamplingBody
+from nearline.controller.policy.agreement import Wish, agreed
 from nearline.controller.registry import Target
 from nearline.controller.text import TextModel, check_chars
-from nearline.protocol import RequestId, SamplingParams, Slo, SloClass
+from nearline.protocol import RequestId, SamplingParams, SloClass
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
 from nearline.protocol.request import Request
 
@@ -75,7 +77,7 @@ def make_call(
         model_id=target.model.model_id,
         prompt_token_ids=prompt,
         sampling=replace(sampling, logprobs=logprobs),
-        slo=_slo(caller.slo, body),
+        slo=agreed(wish_of(body), caller.slo or target.model.slo, caller.slo_cap),
         tenant=caller.tenant,
         adapter_id=adapter.adapter_id if adapter else None,
         adapter_digest=adapter.checkpoint.digest if adapter else None,
@@ -97,16 +99,20 @@ def choices(call: Call, n: int) -> list[Call]:
     return calls
 
 
-def _slo(default: Slo, body: SamplingBody) -> Slo:
-    """The caller's promise with what the body asks for put in its place; a body's class brings that class's target."""
-    slo = default if body.slo is None else replace(default, slo_class=SloClass(body.slo), ttft_s=None)
-    deadlines_s = [body.deadline_s, body.deadline_ms and body.deadline_ms / 1e3, default.deadline_s]
-    return replace(
-        slo,
-        ttft_s=slo.ttft_s if body.ttft_ms is None else body.ttft_ms / 1e3,
-        tpot_s=slo.tpot_s if body.tpot_ms is None else body.tpot_ms / 1e3,
+def wish_of(body: PromiseFields) -> Wish:
+    """What a body asks for as its promise, in seconds."""
+    deadlines_s = [body.deadline_s, body.deadline_ms and body.deadline_ms / 1e3]
+    return Wish(
+        slo_class=None if body.slo is None else SloClass(body.slo),
+        ttft_s=None if body.ttft_ms is None else body.ttft_ms / 1e3,
+        tpot_s=None if body.tpot_ms is None else body.tpot_ms / 1e3,
         deadline_s=min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None),
     )
+
+
+def most_tokens(calls: Iterable[Call]) -> int:
+    """Tokens that calls use at most: every prompt, and all they may generate."""
+    return sum(len(call.request.prompt_token_ids) + call.request.sampling.max_tokens for call in calls)
 
 
 def check_length(target: Target, prompt: str | list[int], least: int) -> None:

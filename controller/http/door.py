@@ -13,7 +13,7 @@ from nearline.controller.redis_state import State
 from nearline.controller.registry import Registry
 from nearline.controller.tenants import Tenants
 from nearline.controller.text import TextModels
-from nearline.protocol import Slo, TenantId
+from nearline.protocol import Slo, SloClass, TenantId
 
 MAX_BODY_BYTES = 32 << 20
 
@@ -36,10 +36,11 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf, and how urgently, something is generated."""
+    """On whose behalf something is generated. `slo` is promised before what the body asks for; None: the function's."""
 
     tenant: TenantId
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo | None = None
+    slo_cap: SloClass | None = None
 
 
 DOOR: web.AppKey[Door] = web.AppKey("door", Door)
@@ -53,3 +54,8 @@ def door_of(request: web.Request) -> Door:
 
 def tenant_of(request: web.Request) -> TenantId:
     return request[TENANT]
+
+
+def caller_of(request: web.Request) -> Caller:
+    tenant = tenant_of(request)
+    return Caller(tenant, slo_cap=door_of(request).limits.slo_cap(tenant))

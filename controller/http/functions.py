@@ -13,7 +13,7 @@ from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt
 from nearline.controller.http.constraints import bounded, grammar_of
-from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.door import Caller, Door, caller_of, door_of, tenant_of
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import FunctionBody
 from nearline.controller.jobs import Job, JobRequest
@@ -37,7 +37,7 @@ class Invocation:
     async def open(cls, door: Door, caller: Caller, name: str, data: Data) -> "Invocation":
         """Validate, tokenise and start. Raises NearlineError; nothing runs then."""
         target, body, call = await prepare(door, caller, name, data)
-        return cls(name, body, Answer(door, target, [call]))
+        return cls(name, body, await Answer.open(door, caller, target, [call]))
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:
         """Wait for the whole answer."""
@@ -76,23 +76,23 @@ async def prepare(door: Door, caller: Caller, name: str, data: Data) -> tuple[Ta
 
 
 async def invoke(request: web.Request) -> web.StreamResponse:
-    door, tenant, name = door_of(request), tenant_of(request), request.match_info["name"]
+    door, caller, name = door_of(request), caller_of(request), request.match_info["name"]
     kind = request.headers.get("Invocation-Type", "RequestResponse")
     if kind not in INVOCATION_TYPES:
         raise InvalidRequest(f"Invocation-Type is one of {', '.join(INVOCATION_TYPES)}, not {kind!r}")
     data = await request.read()
     if kind == "DryRun":
-        await prepare(door, Caller(tenant), name, data)
+        await prepare(door, caller, name, data)
         return web.Response(status=204)
     if kind == "Event" or "respond-async" in request.headers.get("Prefer", ""):
         return await _submit(request, name, data)
-    invocation = await Invocation.open(door, Caller(tenant), name, data)
+    invocation = await Invocation.open(door, caller, name, data)
     return await reply(request, invocation, bool(invocation.body.stream))
 
 
 async def _submit(request: web.Request, name: str, data: bytes) -> web.StreamResponse:
     door = door_of(request)
-    _, body, _ = await prepare(door, Caller(tenant_of(request)), name, data)
+    _, body, _ = await prepare(door, caller_of(request), name, data)
     job_request = JobRequest(
         tenant=tenant_of(request),
         endpoint="function",

@@ -9,7 +9,7 @@ from aiohttp import web
 from nearline.controller.http.bodies import read_body
 from nearline.controller.http.calls import check_length
 from nearline.controller.http.constraints import grammar_of
-from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.door import Caller, Door, caller_of, door_of, tenant_of
 from nearline.controller.http.functions import Invocation, accepted, idempotency_key, job_object, preferred_wait_s
 from nearline.controller.http.functions import prepare as prepare_function
 from nearline.controller.http.openai_chat import ChatCompletion
@@ -26,7 +26,7 @@ MAX_LISTED = 100
 async def submit(request: web.Request) -> web.StreamResponse:
     door, tenant = door_of(request), tenant_of(request)
     body = await read_body(JobBody, await request.read())
-    await _check(door, Caller(tenant), body)
+    await _check(door, caller_of(request), body)
     job_request = JobRequest(
         tenant=tenant,
         endpoint=body.endpoint,
@@ -86,7 +86,7 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
 async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:
     """Run one attempt of a job to its result. Raises NearlineError."""
     slo = promise(job.left_s)
-    caller = Caller(job.tenant, slo)
+    caller = Caller(job.tenant, slo, door.limits.slo_cap(job.tenant))
     data = {**job.body, "deadline_s": slo.deadline_s}
     if job.endpoint == "/v1/embeddings":
         return await (await Embedding.open(door, caller, data)).result(on_first_token=started)

@@ -11,7 +11,7 @@ from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import UNLIMITED, chat_prompt, choices, load, make_call
 from nearline.controller.http.constraints import bounded, grammar_of
-from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.logprobs import chat_logprobs
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import ChatBody
@@ -41,7 +41,7 @@ class ChatCompletion:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         call = make_call(caller, target, text, prompt, body, UNLIMITED, logprobs)
         call = bounded(call, await grammar_of(body))
-        return cls(body, text, Answer(door, target, choices(call, body.n or 1)))
+        return cls(body, text, await Answer.open(door, caller, target, choices(call, body.n or 1)))
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:
         """Wait for the whole answer."""
@@ -84,5 +84,5 @@ class ChatCompletion:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    completion = await ChatCompletion.open(door_of(request), Caller(tenant_of(request)), await request.read())
+    completion = await ChatCompletion.open(door_of(request), caller_of(request), await request.read())
     return await reply(request, completion, bool(completion.body.stream))

@@ -13,7 +13,7 @@ from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import choices, load, make_call, text_prompt
 from nearline.controller.http.constraints import bounded, grammar_of
-from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_logprobs, joined
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody
@@ -56,7 +56,7 @@ class Completion:
                 call = _scored(call, body.logprobs)
             calls += choices(call, n)
             echoes += [echo] * n
-        return cls(body, text, Answer(door, target, calls, len(prompts)), echoes)
+        return cls(body, text, await Answer.open(door, caller, target, calls, len(prompts)), echoes)
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:
         """Wait for the whole answer."""
@@ -141,5 +141,5 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    completion = await Completion.open(door_of(request), Caller(tenant_of(request)), await request.read())
+    completion = await Completion.open(door_of(request), caller_of(request), await request.read())
     return await reply(request, completion, bool(completion.body.stream))

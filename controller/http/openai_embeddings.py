@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from nearline.controller.generation import Call, Generation
 from nearline.controller.http.answers import OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
-from nearline.controller.http.calls import load, make_call, text_prompt
-from nearline.controller.http.door import Caller, Door, door_of, tenant_of
+from nearline.controller.http.calls import load, make_call, most_tokens, text_prompt
+from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.schemas import EmbeddingBody, PromiseFields, SamplingBody
 from nearline.controller.registry import Target
 from nearline.protocol import Pooling, Usage
@@ -57,6 +57,7 @@ class Embedding:
                 raise type(error)(f"input {index}: {error.message}", param="input") from None
             calls.append(replace(call, request=replace(call.request, pooling=pooling)))
             await asyncio.sleep(0)  # thousands of texts must not hold up the others' streams
+        await door.limits.reserve(door.state, caller.tenant, most_tokens(calls))
         return cls(door, target, body, calls)
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:
@@ -129,5 +130,5 @@ def inputs_of(body: EmbeddingBody) -> list[str | list[int]]:
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
-    embedding = await Embedding.open(door_of(request), Caller(tenant_of(request)), await request.read())
+    embedding = await Embedding.open(door_of(request), caller_of(request), await request.read())
     return web.json_response(await embedding.result())

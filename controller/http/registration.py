@@ -4,15 +4,25 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
 from nearline.controller.http.door import Door
-from nearline.controller.http.schemas import AdapterBody, ModelBody
+from nearline.controller.http.schemas import AdapterBody, ModelBody, ModelPatch
 from nearline.controller.registry import check_name
-from nearline.protocol import AdapterSpec, CheckpointInfo, CheckpointKind, ModelId, ModelSpec, Pooling
-from nearline.protocol.errors import AdapterMismatch, ModelNotFound, NameTaken, NearlineError
+from nearline.protocol import (
+    AdapterSpec,
+    CheckpointInfo,
+    CheckpointKind,
+    ModelId,
+    ModelSpec,
+    Pooling,
+    SloClass,
+    to_plain,
+)
+from nearline.protocol.errors import AdapterMismatch, InvalidRequest, ModelNotFound, NameTaken, NearlineError
 from nearline.protocol.frames import ImportFinished
 
 log = structlog.get_logger(__name__)
@@ -69,6 +79,10 @@ class Registrar:
             keeping.close()
             self._names.discard(body.name)
 
+    async def change_model(self, door: Door, name: ModelId, body: ModelPatch) -> Event:
+        """Raises ModelNotFound, or InvalidRequest for limits that contradict each other."""
+        return await self._complete(_change_model(door, name, body))
+
     async def remove_model(self, door: Door, name: ModelId) -> Event:
         """Raises ModelNotFound, or InvalidRequest while adapters stand on it."""
         return await self._complete(_remove_model(door, name))
@@ -117,12 +131,54 @@ async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> 
     older = door.registry.models.get(body.name)
     if older is not None and older.checkpoint.digest != found.digest and door.registry.adapters_of(older.model_id):
         raise AdapterMismatch(f"{body.name!r} has adapters made for its present weights; remove them first")
-    limits = (body.keep_alive_s, body.min_replicas, body.max_replicas)
-    spec = ModelSpec(ModelId(body.name), found, time.time(), *limits, pooling=Pooling(body.pooling))
+    settings = changes(body, frozenset(ModelPatch.model_fields))
+    spec = changed(ModelSpec(ModelId(body.name), found, time.time()), settings)
     await door.registry.put_model(spec)
     door.runtime.add_model(spec)
     log.info("model_registered", model=body.name, digest=found.digest, num_bytes=found.num_bytes)
     return model_object(spec)
+
+
+async def _change_model(door: Door, name: ModelId, body: ModelPatch) -> Event:
+    old = door.registry.models.get(name)
+    if old is None:
+        raise ModelNotFound(f"no model is named {name!r}", param="name")
+    spec = changed(old, changes(body, frozenset(body.model_fields_set)))
+    await door.registry.put_model(spec)
+    door.runtime.add_model(spec)
+    log.info("model_changed", model=name, fields=sorted(body.model_fields_set))
+    return model_object(spec)
+
+
+def changes(body: ModelBody | ModelPatch, names: frozenset[str]) -> dict[str, Any]:
+    """Settings of a model as a body gives them, under their names in ModelSpec; of its promise only what is named."""
+    plain = {name: getattr(body, name) for name in sorted(names)}
+    promise: dict[str, Any] = {}
+    if "slo" in plain:
+        promise["slo_class"] = SloClass(plain.pop("slo") or SloClass.INTERACTIVE)
+    for name in ("ttft", "tpot", "deadline"):
+        if f"{name}_ms" in plain:
+            span_ms = plain.pop(f"{name}_ms")
+            promise[f"{name}_s"] = None if span_ms is None else span_ms / 1e3
+    if "pooling" in plain:
+        plain["pooling"] = Pooling(plain["pooling"])
+    return {**plain, "slo": promise}
+
+
+def changed(spec: ModelSpec, settings: dict[str, Any]) -> ModelSpec:
+    """Put settings into a spec. Raises InvalidRequest for limits that contradict each other."""
+    spec = replace(spec, **{**settings, "slo": replace(spec.slo, **settings["slo"])})
+    check_limits(spec)
+    return spec
+
+
+def check_limits(limits: ModelBody | ModelSpec) -> None:
+    """Raises InvalidRequest for limits that contradict each other."""
+    if limits.min_replicas > limits.max_replicas:
+        raise InvalidRequest("min_replicas is more than max_replicas", param="min_replicas")
+    least_s = limits.keep_alive_min_s
+    if least_s is not None and 0 <= limits.keep_alive_s < least_s:
+        raise InvalidRequest("keep_alive_min_s is more than keep_alive_s", param="keep_alive_min_s")
 
 
 async def _publish_adapter(door: Door, body: AdapterBody, found: CheckpointInfo) -> Event:
@@ -146,9 +202,11 @@ def model_object(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": spec.checkpoint.vocab_size,
         "created_at": spec.created_at,
         "keep_alive_s": spec.keep_alive_s,
+        "keep_alive_min_s": spec.keep_alive_min_s,
         "min_replicas": spec.min_replicas,
         "max_replicas": spec.max_replicas,
         "pooling": spec.pooling.value,
+        "slo": to_plain(spec.slo),
     }
 
 

@@ -79,14 +79,19 @@ class ResponseFormat(Body):
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
 
 
-class PromiseFields(Body):
-    """What a client expects of the service: how soon, and how it ranks among its own."""
+class OfferFields(Body):
+    """What every request of a function is promised unless it says something else."""
 
-    priority: int = Field(0, ge=-1000, le=1000)
     slo: Literal["interactive", "batch-1m", "batch-1h"] | None = None
     ttft_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
     tpot_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
     deadline_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
+
+
+class PromiseFields(OfferFields):
+    """What a client expects of the service: how soon, and how it ranks among its own."""
+
+    priority: int = Field(0, ge=-1000, le=1000)
     deadline_s: float | None = Field(None, gt=0, le=MAX_SPAN)
 
 
@@ -192,7 +197,7 @@ class JobBody(OwnBody):
     max_attempts: int = Field(3, ge=1, le=100)
 
 
-class ModelBody(OwnBody):
+class ModelBody(OfferFields, OwnBody):
     """POST /admin/models"""
 
     name: str
@@ -200,8 +205,19 @@ class ModelBody(OwnBody):
     keep_alive_s: Annotated[float, AfterValidator(_keep_alive)] = 300.0
     min_replicas: int = Field(0, ge=0, le=1000)
     max_replicas: int = Field(1, ge=1, le=1000)
+    keep_alive_min_s: float | None = Field(None, ge=0, le=MAX_SPAN)
     pooling: Literal["last", "mean"] = "last"
     replace: bool = False
+
+
+class ModelPatch(OfferFields, OwnBody):
+    """PATCH /admin/models/{name}: what is named changes, null takes a promise or a minimum away."""
+
+    keep_alive_s: Annotated[float, AfterValidator(_keep_alive)] = 300.0
+    keep_alive_min_s: float | None = Field(None, ge=0, le=MAX_SPAN)
+    min_replicas: int = Field(0, ge=0, le=1000)
+    max_replicas: int = Field(1, ge=1, le=1000)
+    pooling: Literal["last", "mean"] = "last"
 
 
 class AdapterBody(OwnBody):

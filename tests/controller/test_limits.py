@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from nearline.controller.limits import Limits
+from nearline.controller.limits import Limit, Limits
 from nearline.controller.redis_state import State
-from nearline.protocol import TenantId
+from nearline.protocol import SloClass, TenantId
 from nearline.protocol.errors import RateLimited
 from tests.controller.conftest import Valkey
 
@@ -55,7 +55,57 @@ async def test_while_the_store_is_away_requests_go_through(own_valkey: Valkey, p
     await state.close()
 
 
-@pytest.mark.parametrize("pair", ["acme", "acme=", "acme=x", "acme=1:x", "=1", "acme=-1"])
+@pytest.mark.parametrize("pair", ["acme", "acme=", "acme=x", "acme=1:x", "=1", "acme=-1", "acme=1:2:3:4"])
 def test_a_limit_that_is_none_is_refused(pair: str) -> None:
-    with pytest.raises(ValueError, match="NAME=PER_MINUTE:AT_ONCE"):
+    with pytest.raises(ValueError, match="NAME=PER_MINUTE:AT_ONCE:TOKENS"):
         Limits.of([pair])
+
+
+@pytest.mark.parametrize("cap", ["acme=soon", "=batch-1m", "acme"])
+def test_a_cap_that_is_none_is_refused(cap: str) -> None:
+    with pytest.raises(ValueError, match="NAME=CLASS"):
+        Limits.of([], [cap])
+
+
+def test_limits_and_caps_of_one_tenant_are_kept_together() -> None:
+    limits = Limits.of(["acme=10:2:5000", "other=1"], ["acme=batch-1m"])
+    assert limits.by_tenant[ACME] == Limit(10, 2, 5000, SloClass.BATCH_1M)
+    assert (limits.slo_cap(ACME), limits.slo_cap(OTHER), limits.slo_cap(TenantId("x"))) == ("batch-1m", None, None)
+
+
+async def test_a_burst_cannot_pass_before_its_tokens_are_counted(valkey: Valkey, prefix: str) -> None:
+    """Thirty requests of up to 300 tokens at once through two doors: three fit into 1,000 a minute."""
+    doors = [State(valkey.url, prefix), State(valkey.url, prefix)]
+    limits = Limits.of(["acme=0:0:1000"])
+
+    async def reserve(n: int) -> bool:
+        try:
+            await limits.reserve(doors[n % 2], ACME, 300)
+        except RateLimited as error:
+            return not 1 <= (error.retry_after_s or 0) <= 60
+        return True
+
+    assert sum(await asyncio.gather(*(reserve(n) for n in range(30)))) == 3
+    for door in doors:
+        await door.close()
+
+
+async def test_what_was_not_used_is_given_back_once_and_others_are_not_held(state: State) -> None:
+    limits = Limits.of(["acme=0:0:1000"])
+    big = await limits.reserve(state, ACME, 900)
+    with pytest.raises(RateLimited, match="smaller max_tokens"):
+        await limits.reserve(state, ACME, 200)
+    for _ in range(2):
+        big.settle(100)
+        await limits.meter.settled()
+    await limits.reserve(state, ACME, 900)
+    with pytest.raises(RateLimited):
+        await limits.reserve(state, ACME, 1)
+    (await limits.reserve(state, OTHER, 10**9)).settle(5)
+
+
+async def test_a_request_larger_than_the_limit_goes_alone(state: State) -> None:
+    limits = Limits.of(["acme=0:0:100"])
+    await limits.reserve(state, ACME, 5000)
+    with pytest.raises(RateLimited):
+        await limits.reserve(state, ACME, 1)

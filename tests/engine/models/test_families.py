@@ -96,21 +96,6 @@ def test_greedy_tokens_equal_transformers_in_a_chunked_batch(
     assert harness.generate([harness.sequence(tokens) for tokens in prompts], 6, chunk=7) == expected
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gemma3", "opt"])
-def test_norms_in_float32_within_a_bfloat16_checkpoint_change_nothing(
-    family: str, tiny_model: Callable[..., Any], bind: Any, prompt: Any
-) -> None:
-    name, overrides = FAMILIES[family]
-    model, tokens = tiny_model(name, dtype=torch.bfloat16, **overrides), prompt(20)
-    expected = bind(model).logits(tokens)
-    for parameter_name, parameter in model.named_parameters():
-        if "norm" in parameter_name:
-            parameter.data = parameter.data.float()
-    harness = bind(model)
-    assert harness.runner.dtype == torch.bfloat16
-    torch.testing.assert_close(harness.logits(tokens), expected, atol=0, rtol=0)
-
-
 def test_longrope_serves_the_context_in_which_its_short_factors_hold(tiny_model: Any, bind: Any) -> None:
     spec = bind(tiny_model("Phi3", **LONG)).runner.spec
     assert spec.max_context_tokens == 2048

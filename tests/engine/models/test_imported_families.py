@@ -16,6 +16,12 @@ from tests.engine.engine_process import EngineUnderTest
 from tests.engine.fake_engine import make_request
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {},
+    "Qwen3": {},
+    "SmolLM3": {"no_rope_layer_interval": 2},
+    "Gemma": {},
     "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.125},
     "Olmo2": {},
     "Phi3": {},

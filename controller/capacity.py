@@ -9,13 +9,13 @@ keeps its slot for `residence_factor` × its start, swapping never takes more th
 from functools import partial
 
 from nearline.controller.actions import EnsureInstance, Preload
-from nearline.controller.advice import Adviser
 from nearline.controller.agenda import Agenda
+from nearline.controller.choices import Choices
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import bytes_by_tier, startup
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import patience, scaling
-from nearline.controller.policy.placement import Need, NoPlace, Placement, place
+from nearline.controller.policy.placement import Need, NoPlace, Placement
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, InstanceRecord, ModelKey, ModelRecord
@@ -30,14 +30,21 @@ class CapacityDesk:
     """Plans starts and stops. Keeps nothing between plans but which models want something."""
 
     def __init__(
-        self, fleet: Fleet, config: CoreConfig, agenda: Agenda, requests: RequestDesk, machines: MachineDesk
+        self,
+        fleet: Fleet,
+        config: CoreConfig,
+        agenda: Agenda,
+        requests: RequestDesk,
+        machines: MachineDesk,
+        choices: Choices,
     ) -> None:
         self._fleet = fleet
         self._config = config
         self._agenda = agenda
         self._requests = requests
         self._machines = machines
-        self._adviser = Adviser(fleet, config)
+        self._choices = choices
+        self._adviser = choices.adviser(fleet, config)
         self._wanting: dict[ModelKey, None] = {}
         self._num_instances = 0
         self._replan_at = float("inf")
@@ -111,7 +118,7 @@ class CapacityDesk:
             return False
         may_stop = partial(self._may_stop, model, self._max_wait_s(model), now)
         need = self._need(model)
-        found = place(self._fleet.nodes.values(), need, now, self._config, may_stop, claimed)
+        found = self._choices.place(self._fleet.nodes.values(), need, now, self._config, may_stop, claimed)
         if isinstance(found, NoPlace):
             self._no_place(model, found, now)
             return False
@@ -136,7 +143,7 @@ class CapacityDesk:
         if model.starved_since is None or now >= model.starved_since + max_wait_s:
             return False
         free_at = partial(patience.free_at, now=now, config=self._config, max_wait_s=max_wait_s)
-        soon = patience.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
+        soon = self._choices.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
         if soon is None:
             return False
         model.wait_reason = f"a slot on {soon.node_id}, which has its bytes in DRAM, is sooner than reading them again"

@@ -3,6 +3,7 @@
 from nearline.controller.actions import Action, DeleteCheckpoint, WakeAt
 from nearline.controller.agenda import Agenda
 from nearline.controller.capacity import CapacityDesk
+from nearline.controller.choices import LIVE, Choices
 from nearline.controller.config import CoreConfig
 from nearline.controller.events import (
     AdapterAdded,
@@ -22,7 +23,6 @@ from nearline.controller.events import (
     Woke,
 )
 from nearline.controller.machines import MachineDesk
-from nearline.controller.queues import VirtualQueue
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, ModelRecord
 from nearline.protocol import Digest, InstanceId, ModelId, ModelSpec, NodeId, RequestId, Seconds
@@ -35,13 +35,14 @@ class ControllerCore:
     goes back. `fleet` may be read by anyone, and is changed only here.
     """
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, choices: Choices = LIVE) -> None:
         self.config = config
+        self._choices = choices
         self.fleet = Fleet()
         self._agenda = Agenda()
         self._requests = RequestDesk(self.fleet, config, self._agenda)
         self._machines = MachineDesk(self.fleet, config, self._agenda, self._requests)
-        self._capacity = CapacityDesk(self.fleet, config, self._agenda, self._requests, self._machines)
+        self._capacity = CapacityDesk(self.fleet, config, self._agenda, self._requests, self._machines, choices)
         self._wake_at: Seconds | None = None
 
     def on(self, event: Event, now: Seconds) -> list[Action]:
@@ -106,7 +107,7 @@ class ControllerCore:
             self._retire(spec.model_id)
         model = self.fleet.models.get((spec.model_id, digest))
         if model is None:
-            queue = VirtualQueue(dict(self.config.tenant_weights))
+            queue = self._choices.queue(dict(self.config.tenant_weights))
             model = self.fleet.models[spec.model_id, digest] = ModelRecord(spec, queue)
             if old is not None:  # a new version answers much like the one before it
                 model.lengths = old.lengths

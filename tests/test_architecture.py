@@ -57,6 +57,7 @@ MINDS = {
         "janitor",
         "mishaps",
         "capacity",
+        "choices",
         "promises",
         "advice",
     },

@@ -54,7 +54,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.blocks, self.adapters, _policy(config, self.pace), self.pace)
         self.num_added = 0
         self.num_ended = 0
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._live: dict[RequestId, Sequence] = {}
 
     @property
@@ -81,7 +81,7 @@ class EngineCore:
                 return []
             self._end(known, now)
         self.num_added += 1
-        problem = request_problem(request, generated, self._checkpoint, self.config)
+        problem = request_problem(request, generated, self.checkpoint, self.config)
         if problem is None and request.adapter_digest is not None:
             problem = self.adapters.problem(request.adapter_digest)
         sequence = Sequence(request, attempt, [*request.prompt_token_ids, *generated], now, serial=self.num_added)
@@ -90,7 +90,7 @@ class EngineCore:
             self.num_ended += 1
             return [_end_update(sequence, FinishReason.ERROR, ErrorInfo.of(problem))]
         sequence.max_total = self._max_total(sequence)
-        sequence.cache_root = cache_root(self._checkpoint.digest, request.adapter_digest, request.salt)
+        sequence.cache_root = cache_root(self.checkpoint.digest, request.adapter_digest, request.salt)
         reason = self._finish_reason(sequence) if generated else None
         if reason is not None:
             self.num_ended += 1
@@ -100,6 +100,12 @@ class EngineCore:
         if self.adapters.join(sequence):
             sequence.adapter_ready_at = now
         return []
+
+    def yield_place(self, request_id: RequestId) -> None:
+        """Let a running sequence give its place to whoever stands before it; it goes on when there is room again."""
+        sequence = self._live.get(request_id)
+        if sequence is not None and sequence.state is SequenceState.RUNNING:
+            sequence.must_yield = True
 
     def abort(self, request_id: RequestId, now: Seconds) -> bool:
         """End a sequence in silence and free its blocks. Returns whether it was there."""
@@ -189,13 +195,13 @@ class EngineCore:
     def _max_total(self, sequence: Sequence) -> int:
         """Tokens at which the sequence ends: by max_tokens, by the context, or by the size of the KV cache."""
         asked = sequence.num_prompt + sequence.request.sampling.max_tokens
-        room = min(self._checkpoint.max_context_tokens, self.config.kv_tokens + 1)
+        room = min(self.checkpoint.max_context_tokens, self.config.kv_tokens + 1)
         return min(asked, max(room, sequence.num_prompt + 1))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         sampling, token = sequence.request.sampling, sequence.token_ids[-1]
         if sequence.num_generated >= sampling.min_tokens:
-            is_eos = token in self._checkpoint.eos_token_ids and not sampling.ignore_eos
+            is_eos = token in self.checkpoint.eos_token_ids and not sampling.ignore_eos
             if is_eos or token in sampling.stop_token_ids:
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_total else None

@@ -15,11 +15,12 @@ from nearline import kernels
 from nearline.engine.config import EngineConfig, PolicyName
 from nearline.engine.core import EngineCore
 from nearline.engine.grammars import Grammars
+from nearline.engine.profiler import Profiler
 from nearline.engine.runner import Runner, RunnerConfig
 from nearline.loader import LoadedCheckpoint, MappedPool, attach, load_directory
 from nearline.protocol import Bytes, Digest, InstanceSpec, Seconds, SequenceUpdate, decoder_spec
 from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed
-from nearline.protocol.frames import Bind
+from nearline.protocol.frames import Bind, ProfileInstance
 
 LOST = (CheckpointCorrupt, InstanceFailed)
 """What a step raises when the instance cannot go on: the model's bytes are bad, or they do not come."""
@@ -55,6 +56,7 @@ class BoundInstance:
         self.spec: InstanceSpec = bind.spec
         self._habits = habits
         self._is_read = False
+        self._num_threads = bind.num_threads
         directory = Path(bind.manifest_path).parent
         self._loaded: LoadedCheckpoint = attach(pool, directory, bind.frames, habits.device)
         try:
@@ -93,6 +95,10 @@ class BoundInstance:
         # Sequences that failed without an outcome end first: committed, their blocks would serve other sequences.
         failed = [update for one, why in self._runner.failed for update in self.core.fail([one], why, now)]
         return failed + self.core.commit(batch, sampled, now)
+
+    def profiler(self, wish: ProfileInstance) -> Profiler:
+        """Begin to measure what steps of this model take here."""
+        return Profiler(wish, self.core, self._runner, self._num_threads)
 
     @property
     def grammars(self) -> Grammars:

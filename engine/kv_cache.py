@@ -57,6 +57,10 @@ class KVCache:
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Write a value everywhere in some blocks."""
+        self.store[:, :, list(blocks)] = value
+
     def copy_blocks(self, copies: Sequence[BlockMove]) -> None:
         """Copy whole blocks (source, destination) in every layer, as if all at once."""
         if copies:

@@ -1,8 +1,9 @@
 """Skip-join multi-level feedback queue: short answers overtake long ones without anybody knowing lengths. Pure.
 
 Level p holds those who may run for q·2^p before they step down. A newcomer joins at the first level whose quantum its
-prefill fits in, so that no prefill is cut by stepping down. Who is not served for `promote_after_s` goes back to the
-top. Source: FastServe (2023); the paper's idea, our own rules for places and progress.
+prefill fits in, so that no prefill is cut by stepping down. Who is not served for `promote_after_s` goes to the top,
+with the quantum in which it can be prefilled again, and steps down below the level of that quantum.
+Source: FastServe (2023); the paper's idea, our own rules for places and progress.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ _MAX_LEVEL = 30
 @dataclass(slots=True)
 class _Standing:
     level: int
+    quantum_level: int
     position: int
     served_s: Seconds
     last_served_at: Seconds
@@ -50,11 +52,9 @@ class FeedbackQueue:
         return self._standings[sequence.serial].level
 
     def join(self, sequence: Sequence) -> None:
-        prefill_s, level = self._prefill_s(len(sequence.token_ids)), 0
-        while self.quantum_s(level) < prefill_s and level < _MAX_LEVEL:
-            level += 1
         self._last += 1
-        self._standings[sequence.serial] = _Standing(level, self._last, 0.0, sequence.arrived_at)
+        level = self._prefill_level(sequence)
+        self._standings[sequence.serial] = _Standing(level, level, self._last, 0.0, sequence.arrived_at)
 
     def leave(self, sequence: Sequence) -> None:
         del self._standings[sequence.serial]
@@ -67,9 +67,10 @@ class FeedbackQueue:
             standing = self._standings[item.sequence.serial]
             standing.served_s += seconds
             standing.last_served_at = now
-            if item.is_sampled and standing.served_s > self.quantum_s(standing.level) and standing.level < _MAX_LEVEL:
+            if item.is_sampled and standing.served_s > self.quantum_s(standing.quantum_level):
                 self._first -= 1
-                standing.level, standing.position, standing.served_s = standing.level + 1, self._first, 0.0
+                standing.level = standing.quantum_level = min(standing.quantum_level + 1, _MAX_LEVEL)
+                standing.position, standing.served_s = self._first, 0.0
 
     def in_order(self, sequences: list[Sequence], now: Seconds) -> list[Sequence]:
         if self._promote_after_s is not None:
@@ -77,13 +78,20 @@ class FeedbackQueue:
                 standing = self._standings[sequence.serial]
                 if standing.level and now - standing.last_served_at >= self._promote_after_s:
                     self._last += 1
-                    standing.level, standing.position, standing.served_s = 0, self._last, 0.0
+                    standing.level, standing.quantum_level = 0, self._prefill_level(sequence)
+                    standing.position, standing.served_s = self._last, 0.0
         return sorted(sequences, key=self._rank)
 
     def yielding(self, running: Seq[Sequence], to: Sequence) -> list[Sequence]:
         best = self._rank(to)[:2]
         worse = [s for s in running if s.num_uncomputed == 1 and self._rank(s)[:2] > best]
         return sorted(worse, key=self._rank, reverse=True)
+
+    def _prefill_level(self, sequence: Sequence) -> int:
+        prefill_s, level = self._prefill_s(len(sequence.token_ids)), 0
+        while self.quantum_s(level) < prefill_s and level < _MAX_LEVEL:
+            level += 1
+        return level
 
     def _rank(self, sequence: Sequence) -> tuple[int, int, int]:
         standing = self._standings[sequence.serial]

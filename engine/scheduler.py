@@ -88,7 +88,7 @@ class Scheduler:
     def schedule(self, now: Seconds) -> Batch | None:
         """Put the next step together, or return None if nothing can run.
 
-        1. Where the policy says so, running sequences give their places to waiting ones.
+        1. Where the policy says so, or they were told to, running sequences give their places to waiting ones.
         2. Every decoding sequence gets its one token; they are never cut by the budget.
         3. Running sequences in prefill share the rest of the budget, in order.
         4. All of these get their blocks, in order; when blocks lack, the last running sequence is preempted.
@@ -119,7 +119,8 @@ class Scheduler:
             if not self._adapters.can_start(sequence):
                 continue
             staying = [s for s in self._running if s not in displaced]
-            candidates = self._policy.yielding(staying, sequence)
+            told = [s for s in reversed(staying) if s.must_yield and _order(sequence) < _order(s)]
+            candidates = told or self._policy.yielding(staying, sequence)
             if not candidates:
                 break
             count = next(
@@ -223,7 +224,7 @@ class Scheduler:
         step.swap_ins += self.host.swap_in(sequence)
         step.add(sequence, num_tokens, copies)
         step.budget.take(num_tokens, start)
-        sequence.state = SequenceState.RUNNING
+        sequence.state, sequence.must_yield = SequenceState.RUNNING, False
         return True
 
     def _planned(self, step: _Step) -> list[tuple[Sequence, int]]:

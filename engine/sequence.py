@@ -41,6 +41,8 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     host_table: list[int] = field(default_factory=list)
     num_swapped: int = 0
+    must_yield: bool = False
+    """Whoever stands before it in `order` may have its place; until it gets one again."""
     predicted_tokens: float | None = None
     adapter_ready_at: Seconds | None = None
     first_scheduled_at: Seconds | None = None

@@ -14,24 +14,33 @@ from nearline.engine.core import EngineLoad
 from nearline.engine.grammar_compiler import GrammarCompiler
 from nearline.engine.instance import LOST, BoundInstance, EngineHabits, bind_instance
 from nearline.engine.link import AgentLink, LinkClosed
+from nearline.engine.profiler import Profiler
 from nearline.loader import MappedPool
 from nearline.protocol import FinishReason, ModelId, Seconds, SequenceUpdate, WireError
-from nearline.protocol.errors import ErrorInfo, InstanceFailed
+from nearline.protocol.errors import ErrorInfo, InstanceFailed, Overloaded
 from nearline.protocol.frames import (
     Abort,
     AdapterLoaded,
     Bind,
     BindFailed,
     Bound,
+    CancelImport,
     EngineReady,
+    ImportFailed,
     LoadAdapter,
+    Ping,
+    Pong,
     PoolLayout,
+    ProfileFinished,
+    ProfileInstance,
+    ProfileProgress,
     StepDone,
     Submit,
     ToEngine,
     Unbind,
     Unbound,
     UnloadAdapter,
+    Yield,
 )
 
 EXIT_CLOSED, EXIT_MALFORMED, EXIT_LOST = 0, 2, 3
@@ -50,6 +59,7 @@ class EngineServer:
         self._instance: BoundInstance | None = None
         self._reader = AdapterReader(link.wake)
         self._compiler = GrammarCompiler(link.wake)
+        self._profiler: Profiler | None = None
         self._last_model = ModelId("")
         self._updates: list[SequenceUpdate] = []
         self._told = _NO_LOAD
@@ -61,6 +71,7 @@ class EngineServer:
             while True:
                 has_stepped = self._step()
                 self._tell()
+                has_stepped = self._profile(has_stepped) or has_stepped
                 for message in self._link.receive(0.0 if has_stepped else None):
                     self._handle(message)
         except LinkClosed as closed:
@@ -84,6 +95,35 @@ class EngineServer:
         updates = instance.step(time.monotonic)
         self._updates += updates or []
         return updates is not None
+
+    def _profile(self, has_stepped: bool) -> bool:
+        """Measure one step for a profile if there is one under way and nothing else to do. Returns whether it did."""
+        profiler = self._profiler
+        if profiler is None:
+            return False
+        load = self._bound.core.load
+        if has_stepped or load.num_running or load.num_waiting:
+            said: object = profiler.wait()
+        else:
+            said = profiler.advance()
+        if said is not None:
+            self._link.send(said)
+        if isinstance(said, (ProfileFinished, ImportFailed)):
+            self._profiler = None
+        return isinstance(said, ProfileProgress)
+
+    def _start_profile(self, wish: ProfileInstance) -> None:
+        if self._instance is not None and self._profiler is None and self._serves(wish.instance_id):
+            self._profiler = self._instance.profiler(wish)
+            return
+        refused = Overloaded(f"instance {wish.instance_id} is being profiled already, or does not run here any more")
+        self._link.send(ImportFailed(wish.task_id, ErrorInfo.of(refused)))
+
+    def _end_profile(self, reason: str) -> None:
+        if self._profiler is not None:
+            failed = ErrorInfo.of(InstanceFailed(f"{reason}; profile the model again"))
+            self._link.send(ImportFailed(self._profiler.wish.task_id, failed))
+        self._profiler = None
 
     def _tend_adapters(self, instance: BoundInstance) -> None:
         for read in self._reader.finished():
@@ -115,11 +155,20 @@ class EngineServer:
             case Abort() if self._serves(message.instance_id):
                 self._compiler.forget(message.request_id)
                 self._bound.core.abort(message.request_id, time.monotonic())
+            case Yield() if self._serves(message.instance_id):
+                self._bound.core.yield_place(message.request_id)
             case LoadAdapter(digest, directory) if self._instance:
                 if self._instance.core.load_adapter(digest, directory):
                     self._link.send(AdapterLoaded(digest, 0.0, 0))
             case UnloadAdapter(digest) if self._instance:
                 self._instance.core.unload_adapter(digest)
+            case Ping(number):
+                self._link.send(Pong(number))
+            case ProfileInstance():
+                self._start_profile(message)
+            case CancelImport(task_id):
+                if self._profiler is not None and self._profiler.wish.task_id == task_id:
+                    self._profiler = None
             case Bind():
                 self._bind(message)
             case Unbind():
@@ -182,6 +231,7 @@ class EngineServer:
             log.info("unbinding %s", self._instance.spec.instance_id)
             self._compiler.forget_all()
             self._tell()
+            self._end_profile("the instance was stopped")
             self._instance.close()
         self._instance, self._told = None, _NO_LOAD
         self._link.send(Unbound(self._last_model))
@@ -195,6 +245,7 @@ class EngineServer:
                 self._start(submit, error)
             self._updates += instance.core.fail_all(error, time.monotonic())
             self._tell()
+            self._end_profile("the instance is lost")
             self._link.send(BindFailed(instance.spec.instance_id, error))
         except LinkClosed:
             log.info("nobody is left to tell")

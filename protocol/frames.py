@@ -66,6 +66,15 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Yield:
+    """Let a running sequence give its place to the next one before it, in (priority, arrival); it goes on by itself
+    when there is room again."""
+
+    instance_id: InstanceId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class ImportCheckpoint:
     """Bring `source` into the node's store. An adapter names the checkpoint of its base."""
 
@@ -110,6 +119,15 @@ class VerifyCheckpoint:
 
     task_id: TaskId
     digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileInstance:
+    """Measure what steps of this instance's checkpoint take, between its requests: ProfileProgress, then
+    ProfileFinished or ImportFailed. The agent hands it on to the engine."""
+
+    task_id: TaskId
+    instance_id: InstanceId
 
 
 # ---- node agent → controller ----
@@ -166,6 +184,24 @@ class TaskFinished:
     seconds: Seconds
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileProgress:
+    """From the engine, passed on by the agent: steps measured so far."""
+
+    task_id: TaskId
+    phase: str
+    done_steps: int
+    total_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFinished:
+    """From the engine, passed on by the agent, which keeps the profile with the checkpoint."""
+
+    task_id: TaskId
+    profile: StepProfile
+
+
 # ---- node agent → engine ----
 
 
@@ -218,7 +254,19 @@ class Unbind:
     """Abort what runs, free model and KV cache, unmap the frames and become pre-warmed again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answer with Pong between two steps. An engine that does not for long is taken for hung and killed."""
+
+    number: int
+
+
 # ---- engine → node agent ----
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +320,18 @@ class Unbound:
 
 
 ToAgent = (
-    Welcome | EnsureInstance | StopInstance | Submit | Abort | ImportCheckpoint | CancelImport
-    | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint
+    Welcome | EnsureInstance | StopInstance | Submit | Abort | Yield | ImportCheckpoint | CancelImport
+    | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint | ProfileInstance
 )  # fmt: skip
-ToController = Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed | TaskFinished
-ToEngine = PoolLayout | Bind | Submit | Abort | LoadAdapter | UnloadAdapter | Unbind
-FromEngine = EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | Unbound
+ToController = (
+    Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed | TaskFinished
+    | ProfileProgress | ProfileFinished
+)  # fmt: skip
+ToEngine = (
+    PoolLayout | Bind | Submit | Abort | Yield | LoadAdapter | UnloadAdapter | Unbind | Ping | ProfileInstance
+    | CancelImport
+)  # fmt: skip
+FromEngine = (
+    EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | Unbound | Pong
+    | ProfileProgress | ProfileFinished | ImportFailed
+)  # fmt: skip

@@ -24,7 +24,7 @@ from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.publish import CHECKPOINTS
 from nearline.checkpoint_store.publish_digest import verify_checkpoint
-from nearline.protocol import Bytes, CheckpointKind, Digest, from_plain, to_plain
+from nearline.protocol import QUANT_FORMATS, Bytes, CheckpointKind, Digest, from_plain, to_plain
 from nearline.protocol.errors import Cancelled, ErrorInfo, InvalidRequest, NotFound
 
 _PROGRESS_INTERVAL_S = 0.1
@@ -111,7 +111,8 @@ def _run(options: argparse.Namespace, reporter: Reporter) -> Any:
     if options.command == "import":
         base = Digest(options.base) if options.base else None
         try:
-            return import_checkpoint(root, CheckpointKind(options.kind), options.source, base, reporter).info
+            source = f"{options.quantize}:{options.source}" if options.quantize else options.source
+            return import_checkpoint(root, CheckpointKind(options.kind), source, base, reporter).info
         except OSError as error:
             raise _of_source(error, root) from error
     directory = root / CHECKPOINTS / options.digest
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     importer.add_argument("--kind", choices=[str(kind) for kind in CheckpointKind], default="model")
     importer.add_argument("--source", required=True, help="directory, .gguf, file://, http(s):// or hub:org/name[@rev]")
     importer.add_argument("--base", help="digest of the base model (adapters)")
+    importer.add_argument("--quantize", choices=list(QUANT_FORMATS), help="store a model's weights in 8 or 4 bits")
     importer.add_argument("--asks-for-room", action="store_true", help="say needs_bytes, wait for a line on stdin")
     verifier = commands.add_parser("verify", help="check a stored checkpoint against its digests")
     verifier.add_argument("--root", required=True, help="the store's directory")

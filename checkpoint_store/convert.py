@@ -7,11 +7,12 @@ from nearline.checkpoint_store.convert_model import draft_model
 from nearline.checkpoint_store.convert_types import Draft, Reporter
 from nearline.checkpoint_store.publish import publish
 from nearline.checkpoint_store.publish_linked import publish_linked
+from nearline.checkpoint_store.quantize import quantised
 from nearline.checkpoint_store.source import locate, located
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.checkpoint_store.types import Manifest
-from nearline.protocol import CheckpointKind, Digest
-from nearline.protocol.errors import AdapterMismatch, UnsupportedCheckpoint
+from nearline.protocol import CheckpointKind, Digest, split_source
+from nearline.protocol.errors import AdapterMismatch, InvalidRequest, UnsupportedCheckpoint
 
 AS_IS = "as-is:"
 """Before a directory: its safetensors file is served as it is, by a hard link, and not converted."""
@@ -22,14 +23,20 @@ def import_checkpoint(
 ) -> Manifest:
     """Bring `source` under `root/checkpoints`. An adapter is checked against the base it names.
 
-    Raises NearlineError saying what is wrong with the source; nothing of a failed import stays.
+    `int8:` or `int4:` before a model's source quantises it. Raises NearlineError saying what is wrong with the source;
+    nothing of a failed import stays.
     """
     reporter = reporter or Reporter()
+    wanted, source = split_source(source)
+    if wanted is not None and (kind is not CheckpointKind.MODEL or source.startswith(AS_IS)):
+        what = "an adapter" if kind is not CheckpointKind.MODEL else "a model served as it is"
+        raise InvalidRequest(f"{what} cannot be quantised; leave --quantize {wanted.name} out", param="quantize")
     if source.startswith(AS_IS):
         return _import_as_is(root, kind, source, reporter)
     with located(source, root, reporter) as path:
         reporter.progress("reading", 0, 0)
-        return publish(root, _draft(path, (kind, source, base_digest), root, reporter), reporter)
+        draft = _draft(path, (kind, source, base_digest), root, reporter)
+        return publish(root, draft if wanted is None else quantised(draft, wanted), reporter)
 
 
 def _import_as_is(root: Path, kind: CheckpointKind, source: str, reporter: Reporter) -> Manifest:

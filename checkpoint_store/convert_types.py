@@ -24,12 +24,18 @@ class DraftTensor:
 class Draft:
     """A checkpoint to publish: tensors in file order, small files by name, and what is known before the digest.
 
-    `info.digest`, `info.num_bytes` and `info.files` are filled in by the publisher.
+    `info.digest`, `info.num_bytes` and `info.files` are filled in by the publisher. `conclude`, if any, gives the small
+    files and the info again once all tensors have passed: what quantisation lost is known only then.
     """
 
     tensors: tuple[DraftTensor, ...]
     files: Mapping[str, bytes]
     info: CheckpointInfo
+    conclude: Callable[[], tuple[Mapping[str, bytes], CheckpointInfo]] | None = None
+
+    def concluded(self) -> "Draft":
+        """Return the draft as it is after its tensors have been written."""
+        return self if self.conclude is None else Draft(self.tensors, *self.conclude())
 
 
 def _no_progress(phase: str, done_bytes: Bytes, total_bytes: Bytes) -> None:

@@ -54,6 +54,7 @@ def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manif
     staging.mkdir()
     try:
         chunk_digests = _write_weights(staging / WEIGHTS_NAME, header, draft, reporter)
+        draft = draft.concluded()
         for name, content in draft.files.items():
             write_file(staging / name, [content])
         info = dataclasses.replace(

@@ -35,7 +35,7 @@ from nearline.checkpoint_store.ssd import StoredCheckpoint, choose_evictions
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest
 from nearline.checkpoint_store.verify import verify_weights
 from nearline.checkpoint_store.weights_file import FileStamp
-from nearline.protocol import Bytes, CheckpointKind, Digest, Residency, Seconds, Tier, TierBandwidth
+from nearline.protocol import Bytes, CheckpointKind, Digest, Residency, Seconds, Tier, TierBandwidth, split_source
 from nearline.protocol.errors import CheckpointCorrupt, ModelNotFound, NotFound
 
 FETCHABLE_SOURCES = ("hub:", "http://", "https://")
@@ -285,7 +285,7 @@ class CheckpointStore:
 
     def _stored(self, manifest: Manifest) -> StoredCheckpoint:
         digest, info = manifest.digest, manifest.info
-        fetchable = info.kind is CheckpointKind.MODEL and info.source.startswith(FETCHABLE_SOURCES)
+        fetchable = info.kind is CheckpointKind.MODEL and split_source(info.source)[1].startswith(FETCHABLE_SOURCES)
         in_use = self._cache.is_pinned(digest)
         return StoredCheckpoint(digest, manifest.num_bytes, info.source, fetchable, in_use, self._cache.value(digest))
 

@@ -21,6 +21,7 @@ from nearline.kernels.fused import FusedDecoder, FusedStep, LayerShape, LayerTen
 from nearline.kernels.types import AttentionMeta, LoraSegment
 
 __all__ = [
+from nearline.kernels.quant import QuantMatrix
     "AttentionMeta",
     "FusedDecoder",
     "FusedStep",
@@ -31,10 +32,12 @@ __all__ = [
     "Rope",
     "activate",
     "add_rms_norm",
+    "QuantMatrix",
     "argmax",
     "layer_norm",
     "linear",
     "lora_add_",
+    "embedding",
     "paged_attention",
     "rms_norm",
     "rope_",

@@ -12,7 +12,7 @@ from pathlib import Path
 SOURCES = Path(__file__).with_name("csrc")
 
 TIERS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma", "f16c"),
+    "avx512_bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),

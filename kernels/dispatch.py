@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nearline.kernels import native, reference
+from nearline.kernels.quant import QuantMatrix, quant_linear
 from nearline.kernels.types import AttentionMeta, LoraSegment
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,13 @@ def activate(x: Tensor, activation: str, is_gated: bool = True) -> Tensor:
     return reference.activate(x, activation, is_gated) if done is None else done
 
 
-def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """See reference.linear."""
+def linear(
+    x_TM: Tensor, w_NM: Tensor | QuantMatrix, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """See reference.linear; quantised weights are those they stand for."""
+    if isinstance(w_NM, QuantMatrix):
+        done = quant_linear(x_TM, w_NM, bias_N, out_dtype)
+        return reference.linear(x_TM, w_NM.dequantised(x_TM.dtype), bias_N, out_dtype) if done is None else done
     done = native.linear(x_TM, w_NM, bias_N, out_dtype)
     return reference.linear(x_TM, w_NM, bias_N, out_dtype) if done is None else done
 
@@ -107,6 +113,13 @@ def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> No
     path = _triton() if y_TN.is_cuda else native
     if not (path and path.lora_add_(y_TN, x_TM, segments)):
         reference.lora_add_(y_TN, x_TM, segments)
+def embedding(ids_T: Tensor, table_VM: Tensor | QuantMatrix, dtype: torch.dtype) -> Tensor:
+    """See reference.embedding."""
+    if isinstance(table_VM, QuantMatrix):
+        return table_VM.rows(ids_T, dtype)
+    return reference.embedding(ids_T, table_VM, dtype)
+
+
 
 
 def set_num_threads(num_threads: int) -> None:

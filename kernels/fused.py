@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nearline.kernels import native
+from nearline.kernels.quant import QuantMatrix
 from nearline.kernels.types import AttentionMeta
 
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -23,8 +24,9 @@ _AMX_SINGLE_OPS_FROM = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """Weights of one layer, contiguous (transposes of such if the shape says so), of the activations' dtype; the norms
-    may all be float32 instead. What is None is not applied; post norms come before a half is added to the residual.
+    """Weights of one layer, contiguous (transposes of such if the shape says so), of the activations' dtype; norms may
+    all be float32 instead, projections quantised. What is None is not applied; post norms come before a half is added
+    to the residual.
 
     Shapes: qkv [(H+2K)·D, M], o [M, H·D], gate_up [2F, M] ([F, M] without a gate), down [M, F]; query and key norms
     [H·D] and [K·D] if they are wide.
@@ -32,18 +34,18 @@ class LayerTensors:
 
     input_norm_M: Tensor | None
     input_norm_bias_M: Tensor | None
-    qkv_NM: Tensor
+    qkv_NM: Tensor | QuantMatrix
     qkv_bias_N: Tensor | None
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
-    o_MN: Tensor
+    o_MN: Tensor | QuantMatrix
     o_bias_M: Tensor | None
     attention_post_norm_M: Tensor | None
     mlp_norm_M: Tensor | None
     mlp_norm_bias_M: Tensor | None
-    gate_up_NM: Tensor
+    gate_up_NM: Tensor | QuantMatrix
     gate_up_bias_N: Tensor | None
-    down_MF: Tensor
+    down_MF: Tensor | QuantMatrix
     down_bias_M: Tensor | None
     mlp_post_norm_M: Tensor | None
 
@@ -96,11 +98,16 @@ class FusedStep:
 _FLAGS = ("is_gated", "is_layer_norm", "is_qk_norm_wide", "is_transposed")
 
 
+class _Quant(ctypes.Structure):
+    _fields_ = (("scales", c_void_p), ("offsets", c_void_p), ("bits", c_long))
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((field.name, c_void_p) for field in fields(LayerTensors)),
         *((name, c_void_p) for name in ("k_cache", "v_cache")),
         *((name, c_long) for name in ("rope", "window")),
+        *((name, _Quant) for name in ("qkv_quant", "o_quant", "gate_up_quant", "down_quant")),
     )
 
 
@@ -187,8 +194,14 @@ class FusedDecoder:
         norms = (tensors.input_norm_M, tensors.attention_post_norm_M)
         norm_dtype = next(norm.dtype for norm in norms if norm is not None)
         for field in fields(LayerTensors):
-            tensor: Tensor | None = getattr(tensors, field.name)
+            tensor: Tensor | QuantMatrix | None = getattr(tensors, field.name)
             if tensor is None:
+                continue
+            if isinstance(tensor, QuantMatrix):
+                codes, scales, offsets = tensor.pointers
+                setattr(layer, field.name, codes)
+                quant = _Quant(scales, offsets, tensor.bits)
+                setattr(layer, field.name.rpartition("_")[0] + "_quant", quant)
                 continue
             wanted = norm_dtype if "norm" in field.name else self._dtype
             is_plain = (tensor.T if tensor.dim() == 2 and self._shape.is_transposed else tensor).is_contiguous()

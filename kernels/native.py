@@ -37,14 +37,17 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "nl_attention": (c_void_p, c_long, *[c_void_p] * 3, c_long, *[c_void_p] * 3, *[c_long] * 9, *[c_float] * 2, c_int),
     "nl_lora": (c_void_p, c_long, c_void_p, c_long, c_long, c_void_p, c_long, c_int),
     "nl_decoder_layers": (c_void_p, c_void_p, c_long, c_long, c_void_p),
+    "nl_quant_linear": (c_void_p, c_long, *[c_void_p] * 5, *[c_long] * 4, *[c_int] * 3),
+    "nl_quant_rows": (*[c_void_p] * 5, *[c_long] * 4, *[c_int] * 2),
     "nl_set_num_threads": (c_int,),
 }
-_STATUS_OPS = ("nl_rope", "nl_write_kv", "nl_attention", "nl_decoder_layers", "nl_num_threads")
+_STATUS_OPS = ("nl_rope", "nl_write_kv", "nl_attention", "nl_decoder_layers", "nl_quant_rows", "nl_num_threads")
 PROBLEMS = {
     1: "a block table names a block outside the cache",
     2: "a slot lies outside the cache",
     3: "a position lies outside the rotary table",
     4: "context_lens and query_starts disagree, or a context outgrows its block table",
+    5: "a row lies outside the table",
 }
 
 

@@ -130,6 +130,11 @@ def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None = None, out_dtype: 
     return F.linear(x_TM.to(out_dtype), w_NM.to(out_dtype), None if bias_N is None else bias_N.to(out_dtype))
 
 
+def embedding(ids_T: Tensor, table_VM: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows of a table in `dtype`. Shapes: [T] → [T, M]."""
+    return F.embedding(ids_T, table_VM).to(dtype)
+
+
 def argmax(logits_TV: Tensor) -> Tensor:
     """Return the index of each row's largest value, the lowest index on ties. Shapes: [T, V] → [T] int64."""
     best = logits_TV.max(dim=-1, keepdim=True).values

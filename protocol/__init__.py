@@ -27,6 +27,14 @@ from nearline.protocol.instance import (
     TierBandwidth,
 )
 from nearline.protocol.model import AdapterSpec, CheckpointInfo, CheckpointKind, ModelSpec
+from nearline.protocol.quantization import (
+    QUANT_FORMATS,
+    QuantFormat,
+    coded_shape,
+    format_of,
+    quantised_roles,
+    split_source,
+)
 from nearline.protocol.request import (
     FinishReason,
     Grammar,
@@ -49,6 +57,7 @@ __all__ = [
     "FAMILIES",
     "GENERIC",
     "LAYOUTS",
+    "QUANT_FORMATS",
     "AdapterSpec",
     "Bytes",
     "BytesPerSecond",
@@ -71,6 +80,7 @@ __all__ = [
     "NodeId",
     "NodeReport",
     "Pooling",
+    "QuantFormat",
     "Request",
     "RequestId",
     "Residency",
@@ -93,9 +103,13 @@ __all__ = [
     "TokenLogprob",
     "Usage",
     "WireError",
+    "coded_shape",
     "decoder_spec",
     "encode",
+    "format_of",
     "from_plain",
+    "quantised_roles",
+    "split_source",
     "tensor_slots",
     "to_plain",
 ]

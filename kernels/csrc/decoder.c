@@ -2,12 +2,19 @@
  * through Python between them. */
 #include "ops.h"
 
+/* How a projection's weights are packed; bits 0: not at all. */
+typedef struct {
+    const void *scales, *offsets;
+    long bits;
+} quant_t;
+
 /* What a family lacks is NULL: a norm that is NULL is not applied. */
 typedef struct {
     const void *input_norm, *input_norm_bias, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_post_norm,
         *mlp_norm, *mlp_norm_bias, *gate_up, *gate_up_bias, *down, *down_bias, *mlp_post_norm;
     void *k_cache, *v_cache;
     long rope, window; /* rope: NO_ROPE, MAIN_ROPE or SLIDING_ROPE; window 0: all positions */
+    quant_t qkv_quant, o_quant, gate_up_quant, down_quant;
 } layer_t;
 
 enum { NO_ROPE, MAIN_ROPE, SLIDING_ROPE };
@@ -59,8 +66,14 @@ static buffers_t buffers_of(const shape_t *s, const step_t *step) {
                        memory + offsets[4], memory + offsets[5], (lora_part *)(memory + offsets[6])};
 }
 
-static void project(const shape_t *s, long num_tokens, const void *x, long dim, const void *w, const void *bias, void *y,
-                    long num_outputs, void *gated) {
+static void project(const shape_t *s, long num_tokens, const void *x, long dim, const void *w, const quant_t *quant,
+                    const void *bias, void *y, long num_outputs, void *gated) {
+    if (quant->bits) {
+        quant_args packed = {x, dim, w, quant->scales, quant->offsets, bias, y, num_outputs, num_tokens, num_outputs,
+                             dim, s->dt, s->dt, (int)quant->bits};
+        quant_run(&packed, gated, s->activation);
+        return;
+    }
     linear_args args = {x, dim, w, bias, y, num_outputs, num_tokens, num_outputs, dim, s->dt, s->dt};
     if (s->is_transposed)
         columns_run(&args);
@@ -164,7 +177,7 @@ static void feed_forward(const shape_t *s, const layer_t *layer, long index, con
                          const void *x) {
     long T = step->num_tokens, M = s->model_dim, F = s->ffn_dim;
     int is_fused = s->is_gated && !step->num_segments && !s->is_transposed;
-    project(s, T, x, M, layer->gate_up, layer->gate_up_bias, b->gate_up, (s->is_gated ? 2 : 1) * F,
+    project(s, T, x, M, layer->gate_up, &layer->gate_up_quant, layer->gate_up_bias, b->gate_up, (s->is_gated ? 2 : 1) * F,
             is_fused ? b->gated : NULL);
     if (s->is_gated)
         adapt(s, step, index, b, SITE_GATE, 2, (long[]){F, F}, x, M, b->gate_up);
@@ -172,7 +185,7 @@ static void feed_forward(const shape_t *s, const layer_t *layer, long index, con
         adapt(s, step, index, b, SITE_UP, 1, (long[]){F}, x, M, b->gate_up);
     if (!is_fused)
         nl_activate(b->gate_up, (s->is_gated ? 2 : 1) * F, b->gated, T, F, s->is_gated, s->activation, s->dt);
-    project(s, T, b->gated, F, layer->down, layer->down_bias, b->projected, M, NULL);
+    project(s, T, b->gated, F, layer->down, &layer->down_quant, layer->down_bias, b->projected, M, NULL);
     adapt(s, step, index, b, SITE_DOWN, 1, (long[]){M}, b->gated, F, b->projected);
 }
 
@@ -181,11 +194,11 @@ static int run_layer(const shape_t *s, const layer_t *layer, long index, const l
                      const buffers_t *b, void **x) {
     long T = step->num_tokens, M = s->model_dim, D = s->head_dim;
     long q = s->num_heads * D, kv = s->num_kv_heads * D;
-    project(s, T, *x, M, layer->qkv, layer->qkv_bias, b->qkv, q + 2 * kv, NULL);
+    project(s, T, *x, M, layer->qkv, &layer->qkv_quant, layer->qkv_bias, b->qkv, q + 2 * kv, NULL);
     adapt(s, step, index, b, SITE_Q, 3, (long[]){q, kv, kv}, *x, M, b->qkv);
     int problem = attend(s, layer, step, b);
     if (problem) return problem;
-    project(s, T, b->attended, q, layer->o, layer->o_bias, b->projected, M, NULL);
+    project(s, T, b->attended, q, layer->o, &layer->o_quant, layer->o_bias, b->projected, M, NULL);
     adapt(s, step, index, b, SITE_O, 1, (long[]){M}, b->attended, q, b->projected);
     *x = join(s, step, b, layer->attention_post_norm, layer->mlp_norm, layer->mlp_norm_bias);
     feed_forward(s, layer, index, step, b, *x);

@@ -20,6 +20,23 @@ typedef struct {
 void linear_run(const linear_args *args, void *gated, int kind);
 /* The same for weights stored [dim, num_outputs]; no gate. */
 void columns_run(const linear_args *args);
+
+/* linear_args for weights of `bits` 8 or 4, packed as quant.c says; offsets at 4 bits only, both bf16. */
+typedef struct {
+    const void *x;
+    long x_stride;
+    const void *w, *scales, *offsets;
+    const void *bias;
+    void *y;
+    long y_stride, num_tokens, num_outputs, dim;
+    int dt, out_dt, bits;
+} quant_args;
+
+enum { QUANT_GROUP_8 = 64, QUANT_GROUP_4 = 32 }; /* columns that share a scale */
+
+/* As linear_run; with `gated`, both halves of the outputs are multiples of sixteen. */
+void quant_run(const quant_args *args, void *gated, int kind);
+
 /* Outputs [first, args->num_outputs) on the calling thread. `args` must come from linear_prepare. */
 void linear_span(const linear_args *args, long first);
 /* Returns args with x in the form the inner loops read (bf16 as it is, or float32 in the caller's scratch slot). */
@@ -57,7 +74,7 @@ typedef struct {
     int dt;
 } attention_args;
 
-enum { OK = 0, BAD_BLOCK = 1, BAD_SLOT = 2, BAD_POSITION = 3, BAD_META = 4 };
+enum { OK = 0, BAD_BLOCK = 1, BAD_SLOT = 2, BAD_POSITION = 3, BAD_META = 4, BAD_ROW = 5 };
 
 int attention_run(const attention_args *args);
 

@@ -16,7 +16,7 @@ from tests.kernels.paged import paged_problem
 @pytest.mark.parametrize(
     ("flags", "tier"),
     [
-        ("fma avx2 f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_bf16", "avx512_bf16"),
+        ("fma avx2 f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni amx_bf16", "avx512_bf16"),
         ("fma avx2 f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
         ("fma avx2 f16c avx512f", "avx2"),
         ("sse2 avx", "portable"),

@@ -8,6 +8,7 @@ from nearline.kernels.dispatch import (
     activate,
     add_rms_norm,
     argmax,
+    embedding,
     layer_norm,
     linear,
     lora_add_,
@@ -18,10 +19,10 @@ from nearline.kernels.dispatch import (
     write_kv,
 )
 from nearline.kernels.fused import FusedDecoder, FusedStep, LayerShape, LayerTensors, PackedAdapter, Rope
+from nearline.kernels.quant import QuantMatrix
 from nearline.kernels.types import AttentionMeta, LoraSegment
 
 __all__ = [
-from nearline.kernels.quant import QuantMatrix
     "AttentionMeta",
     "FusedDecoder",
     "FusedStep",
@@ -29,15 +30,15 @@ from nearline.kernels.quant import QuantMatrix
     "LayerTensors",
     "LoraSegment",
     "PackedAdapter",
+    "QuantMatrix",
     "Rope",
     "activate",
     "add_rms_norm",
-    "QuantMatrix",
     "argmax",
+    "embedding",
     "layer_norm",
     "linear",
     "lora_add_",
-    "embedding",
     "paged_attention",
     "rms_norm",
     "rope_",

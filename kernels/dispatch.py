@@ -102,6 +102,13 @@ def linear(
     return reference.linear(x_TM, w_NM, bias_N, out_dtype) if done is None else done
 
 
+def embedding(ids_T: Tensor, table_VM: Tensor | QuantMatrix, dtype: torch.dtype) -> Tensor:
+    """See reference.embedding."""
+    if isinstance(table_VM, QuantMatrix):
+        return table_VM.rows(ids_T, dtype)
+    return reference.embedding(ids_T, table_VM, dtype)
+
+
 def argmax(logits_TV: Tensor) -> Tensor:
     """See reference.argmax."""
     done = native.argmax(logits_TV)
@@ -113,13 +120,6 @@ def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> No
     path = _triton() if y_TN.is_cuda else native
     if not (path and path.lora_add_(y_TN, x_TM, segments)):
         reference.lora_add_(y_TN, x_TM, segments)
-def embedding(ids_T: Tensor, table_VM: Tensor | QuantMatrix, dtype: torch.dtype) -> Tensor:
-    """See reference.embedding."""
-    if isinstance(table_VM, QuantMatrix):
-        return table_VM.rows(ids_T, dtype)
-    return reference.embedding(ids_T, table_VM, dtype)
-
-
 
 
 def set_num_threads(num_threads: int) -> None:

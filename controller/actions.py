@@ -8,18 +8,33 @@ from nearline.protocol.errors import ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the request to an instance as attempt number `attempt` (from 1), with the tokens it already has."""
+    """Send the request to an instance as attempt number `attempt` (from 1), with the tokens it already has.
+
+    `priority` ranks it inside the engine (smaller goes first), `predicted_tokens` is the answer expected in all.
+    """
 
     request_id: RequestId
     instance_id: InstanceId
     node_id: NodeId
     attempt: int
     reason: str
+    priority: int = 0
+    predicted_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AbortSequence:
     """Tell the instance to forget this request."""
+
+    request_id: RequestId
+    instance_id: InstanceId
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class YieldPlace:
+    """Let a running sequence give its place to those before it; it stays in its engine and goes on when it can."""
 
     request_id: RequestId
     instance_id: InstanceId
@@ -81,4 +96,6 @@ class WakeAt:
     reason: str
 
 
-Action = Dispatch | AbortSequence | Reject | EnsureInstance | StopInstance | Preload | DeleteCheckpoint | WakeAt
+Action = (
+    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | DeleteCheckpoint | WakeAt
+)  # fmt: skip

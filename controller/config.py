@@ -58,6 +58,10 @@ class CoreConfig:
     """A deadline is out of reach when even this quantile of the estimated end is later. In (0, 1)."""
     max_wait_targets: float = 3.0
     """A request is told to come back when it would wait longer than this times its class's target. > 0."""
+    max_evictions: int = 3
+    """Times one answer may be interrupted by requests of stricter classes; 0: never. >= 0."""
+    max_evicted_target_s: Seconds = 120.0
+    """An interrupted answer goes on once it has waited `max_wait_fraction` of its target, or of this if less. > 0."""
     tenant_weights: tuple[tuple[TenantId, float], ...] = ()
     """Shares of tenants that wait for the same model; a tenant that is not listed weighs 1. Each > 0."""
 

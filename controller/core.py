@@ -23,6 +23,7 @@ from nearline.controller.events import (
     Woke,
 )
 from nearline.controller.machines import MachineDesk
+from nearline.controller.places import PlaceDesk
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, ModelRecord
 from nearline.protocol import Digest, InstanceId, ModelId, ModelSpec, NodeId, RequestId, Seconds
@@ -43,6 +44,7 @@ class ControllerCore:
         self._requests = RequestDesk(self.fleet, config, self._agenda)
         self._machines = MachineDesk(self.fleet, config, self._agenda, self._requests)
         self._capacity = CapacityDesk(self.fleet, config, self._agenda, self._requests, self._machines, choices)
+        self._places = PlaceDesk(self.fleet, config, self._agenda, self._requests)
         self._wake_at: Seconds | None = None
 
     def on(self, event: Event, now: Seconds) -> list[Action]:
@@ -151,7 +153,7 @@ class ControllerCore:
     def _settle(self, model: ModelRecord, now: Seconds) -> None:
         if model.key not in self.fleet.models:
             return
-        self._requests.dispatch(model, now)
+        self._places.fill(model, now)
         model.refresh(now)
         self._capacity.consider(model)
         self._capacity.schedule_idle(model)
@@ -181,6 +183,10 @@ class ControllerCore:
                 self._machines.grace_ended(NodeId(name), now)
             case "plan":
                 self._agenda.is_plan_due = True
+            case "places":
+                digest, _, model_id = name.partition(" ")
+                if (model := self.fleet.models.get((ModelId(model_id), Digest(digest)))) is not None:
+                    self._agenda.touch(model)
 
     def _delete_doomed(self) -> None:
         if not self.fleet.doomed:

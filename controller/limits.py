@@ -78,7 +78,7 @@ class Limits:
             numbers = text.split(":")
             if not name or len(numbers) > 3 or not all(number.isdecimal() for number in numbers):
                 raise ValueError(f"a limit is given as NAME=PER_MINUTE:AT_ONCE:TOKENS (0: none), not {pair!r}")
-            found[TenantId(name)] = Limit(*[int(number) for number in [*numbers, "0", "0"][:3]])
+            found[TenantId(name)] = _limit([int(number) for number in numbers])
         for pair in caps:
             name, _, text = pair.rpartition("=")
             if not name or text not in list(SloClass):
@@ -126,6 +126,11 @@ class Limits:
             await state.run(LEAVE, [key], [entry])
         except StateUnavailable:
             log.warning("a finished request counts as running until its lease ends", lease_s=LEASE_S)
+
+
+def _limit(numbers: list[int]) -> Limit:
+    per_minute, at_once, tokens_per_minute = [*numbers, 0, 0][:3]
+    return Limit(per_minute, at_once, tokens_per_minute)
 
 
 def _refusal(tenant: TenantId, limit: Limit, verdict: int, wait_ms: int) -> RateLimited:

@@ -37,7 +37,7 @@ class RequestRecord:
     `order` is its place among all arrivals; `num_fruitless` counts crashes in a row that it saw without a token.
     `predicted_tokens`, `length_bucket` and so `group_key` stay as they were at its arrival; `charged_tokens` are the
     output tokens its tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival,
-    before calibration.
+    before calibration. `evicted_at`: it gave its place in its instance to another then, and will go on there.
     """
 
     info: RequestInfo
@@ -57,6 +57,9 @@ class RequestRecord:
     first_token_at: Seconds | None = None
     raw_wait: Wait | None = None
     known_key: GroupKey | None = None
+    evicted_at: Seconds | None = None
+    num_evictions: int = 0
+    num_moves: int = 0
 
     @property
     def target_s(self) -> Seconds:

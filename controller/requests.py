@@ -1,11 +1,11 @@
 """The life of a request: held, dispatched, lost and dispatched again, ended exactly once. Pure."""
 
-from nearline.controller.actions import AbortSequence, Dispatch, Reject
+from nearline.controller.actions import AbortSequence, Reject
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import retry_after_s, start_s
 from nearline.controller.events import RequestInfo, SequenceEnded
-from nearline.controller.policy import admission, dispatch
+from nearline.controller.policy import admission
 from nearline.controller.policy.prediction import bucket_of
 from nearline.controller.policy.waiting import MIN_ANSWERS, Wait
 from nearline.controller.queues import RequestRecord
@@ -155,39 +155,24 @@ class RequestDesk:
         for request in model.queue.requests():
             self._reject(request, error, reason, now)
 
-    def dispatch(self, model: ModelRecord, now: Seconds) -> None:
-        """Send waiting requests to instances with places left, the one that is due first in front."""
-        while model.queue.num_waiting:
-            instances = [i for i in model.instances.values() if dispatch.has_room(i, self._config)]
-            if not instances or not self._dispatch_one(model, instances, now):
-                return
-
-    def _dispatch_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
-        for request in model.queue.candidates(now):
-            choice = dispatch.choose(instances, request, self._config)
-            if choice is not None:
-                self._send(request, self._fleet.instances[choice.instance_id], choice.reason, now)
-                return True
-            if dispatch.is_suspect(request, self._config):
-                return False  # younger requests wait until an instance is idle, or the suspect would starve
-        return False
-
-    def _send(self, request: RequestRecord, instance: InstanceRecord, reason: str, now: Seconds) -> None:
+    def sent(self, request: RequestRecord, instance: InstanceRecord, now: Seconds) -> None:
+        """Note that a waiting request is being dispatched to an instance."""
         instance.model.queue.remove(request)
         instance.model.queue.charge(request)
         self._fleet.num_waiting -= 1
         request.attempt += 1
-        request.instance_id = instance.instance_id
-        request.dispatched_at = now
-        request.has_token = False
-        instance.model.num_running += 1
+        request.instance_id, request.dispatched_at, request.has_token = instance.instance_id, now, False
         instance.in_flight[request.info.request_id] = request
+        instance.model.num_running += 1
         instance.idle_since = None
         instance.has_worked = True
         instance.remember(request)
         self._set_timer(request)
-        args = (request.info.request_id, instance.instance_id, instance.node.node_id, request.attempt)
-        self._agenda.do(Dispatch(*args, reason))
+
+    def withdrawn(self, request: RequestRecord, now: Seconds) -> None:
+        """Hold a dispatched request again, as one that waits: it lost nothing and blames nobody."""
+        self._leave_instance(request, now)
+        self._hold(request, self._fleet.model_of(request), now)
 
     def _lost(self, request: RequestRecord, is_crash: bool, cause: ErrorInfo, now: Seconds) -> None:
         self._leave_instance(request, now)
@@ -237,6 +222,9 @@ class RequestDesk:
         del instance.in_flight[request.info.request_id]
         model.num_running -= 1
         request.instance_id = None
+        if request.evicted_at is not None:
+            request.evicted_at = None
+            instance.num_evicted -= 1
         self._agenda.touch(model)
         if not instance.in_flight:
             instance.idle_since = now

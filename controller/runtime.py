@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import structlog
@@ -60,6 +60,7 @@ from nearline.protocol.frames import (
     TaskFinished,
     ToController,
     Tokens,
+    Yield,
 )
 
 CLOCK: Callable[[], Seconds] = time.monotonic
@@ -74,6 +75,7 @@ class Counters:
     num_events: int = 0
     num_dispatches: int = 0
     num_redispatches: int = 0
+    num_evictions: int = 0
     num_rejects: int = 0
     num_starts: int = 0
     num_stops: int = 0
@@ -313,6 +315,10 @@ class Runtime:
                 self._dispatch(action, now)
             case do.AbortSequence(request_id, instance_id, node_id):
                 self._links.send(node_id, Abort(instance_id, request_id))
+            case do.YieldPlace(request_id, instance_id, node_id, reason):
+                self.counters.num_evictions += 1
+                log.info("sequence gives way", request=request_id, instance=instance_id, reason=reason)
+                self._links.send(node_id, Yield(instance_id, request_id))
             case do.Reject(request_id, error, reason):
                 self.counters.num_rejects += 1
                 log.info("request rejected", request=request_id, code=error.code, reason=reason)
@@ -349,7 +355,9 @@ class Runtime:
             track = self._tracks[action.instance_id] = InstanceTrack(action.instance_id, action.node_id, now, 0.0)
         handle.dispatched(action.attempt, track, now)
         resumed = tuple(handle.generated_token_ids)
-        self._links.send(action.node_id, Submit(action.instance_id, handle.request, action.attempt, resumed))
+        request = replace(handle.request, priority=action.priority)
+        frame = Submit(action.instance_id, request, action.attempt, resumed, action.predicted_tokens)
+        self._links.send(action.node_id, frame)
 
     def _cancel(self, handle: RequestHandle) -> None:
         request_id = handle.request.request_id

@@ -60,6 +60,7 @@ MINDS = {
         "choices",
         "promises",
         "advice",
+        "places",
     },
 }
 IMPURE = {"time", "asyncio", "threading", "logging", "structlog", "torch", "random", "os", "socket", "subprocess",

@@ -9,9 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nearline.controller.config import CoreConfig
+from nearline.controller.events import RequestInfo
+from nearline.controller.policy.agreement import rank
+from nearline.controller.policy.eviction import is_reserved
 from nearline.controller.policy.views import InstanceView, RequestView
-from nearline.protocol import InstanceId
+from nearline.protocol import InstanceId, Seconds
 
+CLASS_STEP = 10_000
+"""Between the classes' priorities in an engine; callers ask for -1000 to 1000."""
 AFFINITY = 0.25
 """How much fuller (as a part of its places) an instance may be and still be preferred for what it already knows."""
 
@@ -22,28 +27,36 @@ class Choice:
     reason: str
 
 
-def choose(instances: Iterable[InstanceView], request: RequestView, config: CoreConfig) -> Choice | None:
+def choose(instances: Iterable[InstanceView], request: RequestView, now: Seconds, config: CoreConfig) -> Choice | None:
     """Choose an instance for a request, or None if it must wait. Ties go to the smaller id."""
     best: tuple[float, InstanceId] | None = None
     reason = ""
     for instance in instances:
-        if not has_room(instance, config) or not instance.node.holds(request.info.adapter_digest):
+        if not has_room(instance, now, config) or not instance.node.holds(request.info.adapter_digest):
             continue
         if is_suspect(request, config) and instance.in_flight:
             continue
         knows = _known(instance, request)
-        load = len(instance.in_flight) / instance.max_running
+        load = load_of(instance) / instance.max_running
         rank = (load - AFFINITY * len(knows), instance.instance_id)
         if best is None or rank < best:
             best = rank
-            reason = f"{len(instance.in_flight)} of {instance.max_running} places taken"
+            reason = f"{load_of(instance)} of {instance.max_running} places taken"
             reason += f", knows its {' and '.join(knows)}" if knows else ""
     return None if best is None else Choice(best[1], reason)
 
 
-def has_room(instance: InstanceView, config: CoreConfig) -> bool:
-    """Whether an instance may be sent anything: one that tests a suspect is left alone until a token comes."""
-    if not instance.is_usable or len(instance.in_flight) >= instance.max_running + config.dispatch_headroom:
+def load_of(instance: InstanceView) -> int:
+    """Requests that hold or want a place of an instance: those evicted from it wait until one comes free."""
+    return len(instance.in_flight) - instance.num_evicted
+
+
+def has_room(instance: InstanceView, now: Seconds, config: CoreConfig) -> bool:
+    """Whether an instance may be sent anything: one that tests a suspect is left alone until a token comes, and one
+    whose next place belongs to an answer evicted long ago until that goes on."""
+    if not instance.is_usable or load_of(instance) >= instance.max_running + config.dispatch_headroom:
+        return False
+    if is_reserved(instance, now, config):
         return False
     num_fruitless = config.max_fruitless_losses - 1
     for request in instance.in_flight.values():  # every request of every decision passes here: no calls
@@ -64,3 +77,8 @@ def _known(instance: InstanceView, request: RequestView) -> list[str]:
     if request.info.prefix_hash and request.info.prefix_hash in instance.prefixes:
         known.append("prefix")
     return known
+
+
+def engine_priority(info: RequestInfo) -> int:
+    """Rank a request inside an engine: its class first, then what its caller asked for; smaller goes first."""
+    return rank(info.slo.slo_class) * CLASS_STEP + info.priority

@@ -80,6 +80,7 @@ class FakeInstance:
     spec: InstanceSpec
     state: InstanceState = InstanceState.PENDING
     sequences: dict[RequestId, int] = field(default_factory=dict)
+    yielded: dict[RequestId, None] = field(default_factory=dict)
     error: ErrorInfo | None = None
     is_loaded: bool = False
 
@@ -263,6 +264,8 @@ class World:
                 self._submit(self.nodes[node_id], instance_id, request_id, attempt)
             case do.AbortSequence(request_id, instance_id, node_id):
                 self._abort(self.nodes[node_id], instance_id, request_id)
+            case do.YieldPlace(request_id, instance_id, node_id):
+                self._yield(self.nodes[node_id], instance_id, request_id)
             case do.EnsureInstance(spec, node_id):
                 self._ensure(self.nodes[node_id], spec)
             case do.StopInstance(instance_id, node_id):
@@ -281,7 +284,13 @@ class World:
         assert instance.state is InstanceState.READY
         assert request_id not in self.running()
         instance.sequences[request_id] = attempt
-        assert len(instance.sequences) <= MAX_RUNNING + self.config.dispatch_headroom
+        num_yielded = len([name for name in instance.yielded if name in instance.sequences])
+        assert len(instance.sequences) - num_yielded <= MAX_RUNNING + self.config.dispatch_headroom
+
+    def _yield(self, node: FakeNode, instance_id: InstanceId, request_id: RequestId) -> None:
+        if node.is_connected:
+            assert request_id in node.instances[instance_id].sequences, "only what runs gives way"
+            node.instances[instance_id].yielded[request_id] = None
 
     def _abort(self, node: FakeNode, instance_id: InstanceId, request_id: RequestId) -> None:
         instance = node.instances.get(instance_id)

@@ -70,7 +70,7 @@ TABLE = [
 def test_the_choice_is(
     what: str, instances: list[InstanceRecord], wish: dict[str, object], expected: str | None, reason: str
 ) -> None:
-    choice = choose(instances, request(**wish), CONFIG)
+    choice = choose(instances, request(**wish), 0.0, CONFIG)
     assert (choice.instance_id if choice else None) == expected
     assert (choice.reason if choice else "") == reason
 
@@ -79,14 +79,14 @@ def test_a_suspect_goes_alone_to_an_idle_instance_and_nobody_joins_it_before_its
     suspect = request("s")
     suspect.num_fruitless = 2
     busy, idle = instance("i1", 1), instance("i2", 0)
-    assert choose([busy], suspect, CONFIG) is None
-    choice = choose([busy, idle], suspect, CONFIG)
+    assert choose([busy], suspect, 0.0, CONFIG) is None
+    choice = choose([busy, idle], suspect, 0.0, CONFIG)
     assert choice is not None
     assert choice.instance_id == "i2"
     idle.in_flight[suspect.info.request_id] = suspect
-    assert not has_room(idle, CONFIG)
+    assert not has_room(idle, 0.0, CONFIG)
     suspect.has_token = True
-    assert has_room(idle, CONFIG)
+    assert has_room(idle, 0.0, CONFIG)
 
 
 @pytest.mark.parametrize("problem", ["loading", "stopping", "disconnected"])
@@ -96,4 +96,4 @@ def test_an_instance_that_cannot_take_requests_has_no_room(problem: str) -> None
         made.state = InstanceState.LOADING
     made.is_stopping = problem == "stopping"
     made.node.is_connected = problem != "disconnected"
-    assert not has_room(made, CONFIG)
+    assert not has_room(made, 0.0, CONFIG)

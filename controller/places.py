@@ -1,0 +1,118 @@
+"""Who gets the places of a model's instances: sent, moved, told to give way, and taken back. Pure.
+
+A request that waits here is sent where a place is free. When none is and it would be late, an answer of a looser class
+gives way inside its instance and goes on later (policy/eviction.py). When nobody waits here but somebody waits inside
+one instance while another has a place free, it moves (policy/balance.py).
+"""
+
+from nearline.controller.actions import AbortSequence, Dispatch, YieldPlace
+from nearline.controller.agenda import Agenda
+from nearline.controller.config import CoreConfig
+from nearline.controller.policy import balance, dispatch, eviction
+from nearline.controller.policy.agreement import rank
+from nearline.controller.queues import RequestRecord
+from nearline.controller.requests import RequestDesk
+from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
+from nearline.protocol import Seconds, SloClass
+
+_LOOSEST = rank(SloClass.BATCH_1H)
+
+
+class PlaceDesk:
+    """Decides dispatches. Keeps nothing of its own: who runs where stands in the records."""
+
+    def __init__(self, fleet: Fleet, config: CoreConfig, agenda: Agenda, requests: RequestDesk) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._agenda = agenda
+        self._requests = requests
+
+    def fill(self, model: ModelRecord, now: Seconds) -> None:
+        """Send waiting requests to instances with places left, the one that is due first in front."""
+        if not model.instances:
+            return
+        if model.num_running:
+            self._take_back(model, now)
+        while model.queue.num_waiting:
+            instances = [i for i in model.instances.values() if dispatch.has_room(i, now, self._config)]
+            if not instances or not self._fill_one(model, instances, now):
+                break
+        if model.queue.num_waiting:
+            self._give_way(model, now)
+        elif len(model.instances) > 1:
+            self._balance(model, now)
+
+    def _fill_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
+        for request in model.queue.candidates(now):
+            choice = dispatch.choose(instances, request, now, self._config)
+            if choice is not None:
+                self._send(request, self._fleet.instances[choice.instance_id], choice.reason, now)
+                return True
+            if dispatch.is_suspect(request, self._config):
+                return False  # younger requests wait until an instance is idle, or the suspect would starve
+        return False
+
+    def _send(self, request: RequestRecord, instance: InstanceRecord, reason: str, now: Seconds) -> None:
+        self._requests.sent(request, instance, now)
+        info = request.info
+        args = (info.request_id, instance.instance_id, instance.node.node_id, request.attempt)
+        self._agenda.do(Dispatch(*args, reason, dispatch.engine_priority(info), request.predicted_tokens))
+
+    def _give_way(self, model: ModelRecord, now: Seconds) -> None:
+        """Interrupt answers of looser classes for waiting requests that would be late; look again when one would."""
+        for request in model.queue.candidates(now):
+            if rank(request.info.slo.slo_class) == _LOOSEST or dispatch.is_suspect(request, self._config):
+                return
+            wait = model.waits.estimate({}, model.num_running, model.num_places)
+            wait = None if wait is None else model.waits.calibrated(wait)
+            risk_at = eviction.at_risk_at(request.due_at, request.target_s, wait)
+            if now < risk_at:
+                self._agenda.timers.set(("places", f"{model.digest} {model.spec.model_id}"), risk_at)
+                return
+            instances = list(model.instances.values())
+            chosen = eviction.victim(instances, request, model.service_s, now, self._config)
+            if chosen is None:
+                return
+            self._evict(self._fleet.requests[chosen.info.request_id], request, now)
+
+    def _evict(self, chosen: RequestRecord, urgent: RequestRecord, now: Seconds) -> None:
+        assert chosen.instance_id is not None, "only what runs can give way"
+        instance = self._fleet.instances[chosen.instance_id]
+        chosen.evicted_at = now
+        chosen.num_evictions += 1
+        instance.num_evicted += 1
+        slo_class = urgent.info.slo.slo_class.value
+        reason = f"{urgent.info.request_id} ({slo_class}) is due in {urgent.due_at - now:.1f} s"
+        ids = (chosen.info.request_id, instance.instance_id, instance.node.node_id)
+        self._agenda.do(YieldPlace(*ids, reason))
+        self._send(urgent, instance, f"{chosen.info.request_id} gives it its place", now)
+
+    def _take_back(self, model: ModelRecord, now: Seconds) -> None:
+        """Count evicted answers again that go on: a place is free, and nobody stricter waits for it or they waited
+        their time. Their engine does the same by itself."""
+        for instance in model.instances.values():
+            if not instance.num_evicted:
+                continue
+            evicted = [r for r in instance.in_flight.values() if r.evicted_at is not None]
+            for request in sorted(evicted, key=lambda r: (rank(r.info.slo.slo_class), r.evicted_at, r.order)):
+                if dispatch.load_of(instance) >= instance.max_running:
+                    break
+                if self._has_stricter(model, request) and not eviction.is_overdue(request, now, self._config):
+                    break
+                request.evicted_at = None
+                instance.num_evicted -= 1
+
+    def _has_stricter(self, model: ModelRecord, request: RequestRecord) -> bool:
+        strictness = rank(request.info.slo.slo_class)
+        return any(rank(key.slo_class) < strictness for key in model.queue.busy_groups)
+
+    def _balance(self, model: ModelRecord, now: Seconds) -> None:
+        """Move what waits inside one instance to places that stand free in others."""
+        while (found := balance.move(list(model.instances.values()), now, self._config)) is not None:
+            request = self._fleet.requests[found.request.info.request_id]
+            source, target = self._fleet.instances[found.source_id], self._fleet.instances[found.target_id]
+            request.num_moves += 1
+            ids = (request.info.request_id, source.instance_id, source.node.node_id)
+            self._agenda.do(AbortSequence(*ids, f"it moves: {found.reason}"))
+            self._requests.withdrawn(request, now)
+            self._send(request, target, found.reason, now)

@@ -1,0 +1,40 @@
+"""Which request that waits inside one instance should move to another that would run it now. Pure.
+
+A move makes the pair strictly more equal: the source runs all its places and has somebody waiting, the destination has
+a place free. Nothing that has a token moves, and nothing moves twice, so requests never go to and fro.
+Source: [llumnix] pairs of instances, dispatched work that migrates; only what waits moves here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nearline.controller.config import CoreConfig
+from nearline.controller.policy.dispatch import has_room, load_of
+from nearline.controller.policy.views import InstanceView, RunningView
+from nearline.protocol import InstanceId, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    request: RunningView
+    source_id: InstanceId
+    target_id: InstanceId
+    reason: str
+
+
+def move(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) -> Move | None:
+    """Name the next move, or None when no place stands free while somebody waits elsewhere. Ties go to smaller ids."""
+    free = [i for i in instances if has_room(i, now, config) and load_of(i) < i.max_running]
+    if not free:
+        return None
+    for source in sorted(instances, key=lambda i: (i.max_running - load_of(i), i.instance_id)):
+        if load_of(source) <= source.max_running or not source.is_acknowledged:
+            break
+        waiting = [r for r in source.in_flight.values() if not (r.has_token or r.num_moves or r.num_fruitless)]
+        for request in sorted(waiting, key=lambda r: -r.order):
+            targets = [i for i in free if i.node.holds(request.info.adapter_digest)]
+            if targets:
+                target = min(targets, key=lambda i: (load_of(i) / i.max_running, i.instance_id))
+                held = f"{load_of(source)} requests for {source.max_running} places on {source.instance_id}"
+                return Move(request, source.instance_id, target.instance_id, f"{held}, {target.instance_id} has one")
+    return None

@@ -1,0 +1,165 @@
+"""Places inside instances: answers of looser classes give way and go on, what waits in vain moves."""
+
+import pytest
+
+from nearline.controller import actions as do
+from nearline.controller import events as happened
+from nearline.controller.config import CoreConfig
+from nearline.protocol import RequestId, SloClass
+from tests.controller.fleets import MAX_RUNNING, World, model, report, slo, world
+
+BATCH, HOUR, NOW = (slo(slo_class=c) for c in (SloClass.BATCH_1M, SloClass.BATCH_1H, SloClass.INTERACTIVE))
+CONFIG = CoreConfig(dispatch_headroom=0)
+
+
+def full_of(batch: object, config: CoreConfig = CONFIG, num: int = MAX_RUNNING) -> World:
+    """One instance whose places are taken by batch requests that have begun to answer."""
+    w = world("a", config=config)
+    for n in range(num):
+        w.arrive(f"b{n}", slo=batch)
+    w.start_all()
+    for n in range(num):
+        w.token(f"b{n}")
+    w.actions.clear()
+    return w
+
+
+def test_a_batch_answer_gives_way_once_an_interactive_request_would_be_late_and_not_before() -> None:
+    w = full_of(BATCH)
+    w.arrive("urgent", slo=NOW)
+    assert "urgent" not in w.running()
+    w.sleep(9.9)
+    assert w.take(do.YieldPlace) == []
+    w.sleep(0.2)
+    (given,) = w.take(do.YieldPlace)
+    assert given.request_id == f"b{MAX_RUNNING - 1}", "the last to come goes first"
+    assert "urgent (interactive) is due in" in given.reason
+    assert "urgent" in w.running()
+    assert given.request_id in w.running(), "it stays in its engine, with its tokens"
+
+
+def test_what_gave_way_goes_on_by_itself_and_ends_once() -> None:
+    w = full_of(BATCH)
+    w.arrive("urgent", slo=NOW)
+    w.sleep(11)
+    (given,) = w.take(do.YieldPlace)
+    request = w.core.fleet.requests[given.request_id]
+    assert (request.attempt, request.evicted_at is not None) == (1, True)
+    w.token("urgent")
+    w.finish("urgent")
+    assert request.evicted_at is None, "the place is its own again"
+    w.arrive("next", slo=BATCH)
+    assert "next" not in w.running(), "and is not given away twice"
+    w.finish(given.request_id)
+    assert w.ended[given.request_id] == "finished"
+    assert "next" in w.running()
+
+
+@pytest.mark.parametrize(
+    ("batch", "urgent", "why"),
+    [
+        (NOW, NOW, "its own class"),
+        (NOW, BATCH, "a stricter class"),
+        (slo(slo_class=SloClass.BATCH_1M, tpot_s=0.1), NOW, "a promised pace"),
+        (slo(60.0, slo_class=SloClass.BATCH_1M), NOW, "a deadline that is near"),
+    ],
+)
+def test_nobody_gives_way_who_has(batch: object, urgent: object, why: str) -> None:
+    w = full_of(batch)
+    w.arrive("urgent", slo=urgent)
+    w.sleep(40)
+    assert w.take(do.YieldPlace) == [], why
+
+
+def test_without_a_first_token_or_with_evictions_off_nobody_gives_way() -> None:
+    w = world("a", config=CONFIG)
+    for n in range(MAX_RUNNING):
+        w.arrive(f"b{n}", slo=BATCH)
+    w.start_all()
+    w.arrive("urgent", slo=NOW)
+    w.sleep(15)
+    assert w.take(do.YieldPlace) == []
+    off = full_of(BATCH, CoreConfig(dispatch_headroom=0, max_evictions=0))
+    off.arrive("urgent", slo=NOW)
+    off.sleep(15)
+    assert off.take(do.YieldPlace) == []
+
+
+def test_under_a_flood_of_urgent_requests_an_evicted_answer_goes_on_within_its_bound() -> None:
+    """The control, without the bound, would hold it for the whole flood of 200 s."""
+    w = full_of(BATCH)
+    bound_s = 0.5 * 60.0
+    evicted_at: dict[RequestId, float] = {}
+    longest_s, serial = 0.0, 0
+    for tick in range(400):
+        if sum(name.startswith("u") for name in w.open) < 12:
+            serial += 1
+            w.arrive(f"u{serial}", slo=NOW)
+        w.sleep(0.5)
+        for given in w.take(do.YieldPlace):
+            evicted_at[given.request_id] = w.now
+        for name in list(w.running()):
+            if name.startswith("u") and tick % 8 == 0:
+                w.token(name)
+                w.finish(name)
+        for name in list(evicted_at):
+            if name in w.core.fleet.requests and w.core.fleet.requests[name].evicted_at is None:
+                longest_s = max(longest_s, w.now - evicted_at.pop(name))
+    assert sum(r.num_evictions for r in w.core.fleet.requests.values()) > 0
+    assert longest_s > 0
+    assert longest_s <= bound_s + 4.5, "the bound, and the time until a place comes free"
+    assert all(w.now - at <= bound_s + 4.5 for at in evicted_at.values())
+
+
+def test_an_answer_is_interrupted_at_most_so_often() -> None:
+    w = full_of(HOUR, CoreConfig(dispatch_headroom=0, max_evictions=2))
+    count = 0
+    for n in range(60):
+        w.arrive(f"u{n}", slo=NOW)
+        w.sleep(11)
+        count += len(w.take(do.YieldPlace))
+        for name in [name for name in w.running() if name.startswith("u")]:
+            w.token(name)
+            w.finish(name)
+    assert count == 2 * MAX_RUNNING
+    assert max(r.num_evictions for r in w.core.fleet.requests.values()) == 2
+
+
+def two_replicas() -> World:
+    w = World(CoreConfig(scale_out_factor=0.1))
+    w.post(happened.ModelAdded(model("a", max_replicas=2)))
+    w.add_node(report("n1", 1, ["digest-of-a"]))
+    for n in range(MAX_RUNNING + 2):
+        w.arrive(f"r{n}")
+    w.start_all()
+    w.arrive("more")
+    w.add_node(report("n2", 1, ["digest-of-a"]))
+    return w
+
+
+def test_what_waits_inside_one_replica_moves_to_the_place_that_came_free_in_another() -> None:
+    w = two_replicas()
+    first = w.instances()[0]
+    assert len(first.sequences) == MAX_RUNNING + 2
+    for n in range(MAX_RUNNING):
+        w.token(f"r{n}")
+    w.start_all()
+    second = w.instances()[1]
+    assert set(second.sequences) == {"more", "r5", "r4"}
+    aborts = w.take(do.AbortSequence)
+    assert [abort.request_id for abort in aborts] == ["r5", "r4"]
+    assert all("it moves" in abort.reason for abort in aborts)
+    assert len(first.sequences) == MAX_RUNNING
+    assert w.core.fleet.requests[RequestId("r5")].attempt == 2
+
+
+def test_nothing_moves_to_and_fro() -> None:
+    w = two_replicas()
+    w.start_all()
+    for n in range(MAX_RUNNING):
+        w.token(f"r{n}")
+    for _ in range(50):
+        w.sleep(1)
+        w.post(happened.NodeReported(next(iter(w.nodes.values())).full_report()))
+    assert len(w.take(do.AbortSequence)) <= 2
+    assert all(request.num_moves <= 1 for request in w.core.fleet.requests.values())

@@ -1,4 +1,4 @@
-"""`python -m nearline.simulator`: one run of a trace or of synthetic traffic on an equal fleet, its outcome as JSON."""
+"""`python -m nearline.simulator`: one run of a trace or of synthetic traffic over a fleet, its outcome as JSON."""
 
 import argparse
 import json
@@ -9,61 +9,60 @@ from pathlib import Path
 from typing import Any
 
 from nearline.controller import CoreConfig
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, ModelSpec, NodeId
-from nearline.simulator.arrivals import Arrival, Shape, Traffic, arrivals, model_ids
+from nearline.simulator.arrivals import Arrival, Shape, Traffic, arrivals
+from nearline.simulator.cost_model import SimulatedModel
 from nearline.simulator.faults import Faults
-from nearline.simulator.loop import Outcome, Simulation
-from nearline.simulator.node import SimulatedNode
+from nearline.simulator.fleet import GB, Fleet, add_models, equal_machine, make_fleet, numbered, read_fleet
+from nearline.simulator.loop import Simulation
+from nearline.simulator.node import MakeEngine, paced
+from nearline.simulator.outcome import Outcome
 from nearline.simulator.plot import plot_ttft
+from nearline.simulator.policies import POLICIES, make_core
 from nearline.simulator.profiles import PROFILES
 from nearline.simulator.report import report
+from nearline.simulator.stepped import stepped
 from nearline.simulator.traces import Spread, read_trace
 
-
-def simulate(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the options' traffic over the options' fleet and summarise it."""
-    return report(*run(options))
+DETAILS: dict[str, MakeEngine] = {"fast": paced, "engine": stepped}
 
 
 def run(options: argparse.Namespace) -> tuple[Simulation, Outcome]:
     """Build the options' fleet and run the options' traffic over it."""
-    names = model_ids(options.models)
-    digests = {name: Digest(f"digest-{name}") for name in names}
-    size = round(options.model_gb * 1e9)
-    models = [
-        ModelSpec(
-            name,
-            CheckpointInfo(digests[name], CheckpointKind.MODEL, size, "llama", "LlamaForCausalLM", "", "bfloat16", ()),
-            created_at=0.0,
-            keep_alive_s=options.keep_alive,
-            max_replicas=options.max_replicas,
-        )
-        for name in names
-    ]
-    sizes = dict.fromkeys(digests.values(), size)
-    dram_bytes = round(options.dram_gb * 1e9)
-    node_ids = [NodeId(f"n{index:04d}") for index in range(1, options.nodes + 1)]
-    cost = PROFILES[options.profile]
-    nodes = [SimulatedNode(node_id, options.slots, dram_bytes, sizes, cost) for node_id in node_ids]
+    fleet = options_fleet(options)
     faults = Faults(seed=options.seed, node_loss_every_s=options.lose_node_every, cancel_part=options.cancel)
-    simulation = Simulation(core_config(options.set), models, nodes, faults)
-    return simulation, simulation.run(traffic(options))
+    core = make_core(options.policy, core_config(options.set))
+    simulation = Simulation(core, fleet.specs, fleet.nodes(DETAILS[options.detail]), faults)
+    return simulation, simulation.run(traffic(options, fleet))
 
 
-def traffic(options: argparse.Namespace) -> Iterable[Arrival]:
+def options_fleet(options: argparse.Namespace) -> Fleet:
+    """The fleet file, or equal machines and models by number."""
+    if options.fleet is not None:
+        return read_fleet(options.fleet)
+    machine = equal_machine(options.profile, options.slots, options.dram_gb)
+    model = SimulatedModel(num_bytes=round(options.model_gb * GB))
+    spec = {"keep_alive_s": options.keep_alive, "max_replicas": options.max_replicas}
+    machines = dict.fromkeys(numbered("n", options.nodes), machine)
+    return make_fleet(machines, add_models("m", options.models, model, **spec))
+
+
+def traffic(options: argparse.Namespace, fleet: Fleet) -> Iterable[Arrival]:
     if options.trace is not None:
         spread = Spread(
-            num_models=options.models,
+            models=fleet.names,
             seed=options.seed,
             zipf=options.zipf,
             num_tenants=options.tenants,
             speedup=options.speedup,
             max_requests=options.max_requests,
+            batch_part=options.batch_part,
+            seconds=options.seconds,
         )
         return read_trace(options.trace, spread)
     return arrivals(
         Traffic(
-            num_models=options.models,
+            num_models=len(fleet.specs),
+            models=fleet.names,
             rate_per_s=options.rate,
             seconds=options.seconds,
             seed=options.seed,
@@ -91,30 +90,40 @@ def core_config(settings: Sequence[str]) -> CoreConfig:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nearline simulate", description=__doc__)
     add = parser.add_argument
-    add("--models", type=int, default=20)
-    add("--nodes", type=int, default=4)
-    add("--slots", type=int, default=1, help="instances per node")
-    add("--dram-gb", type=float, default=64.0, help="DRAM pool per node")
-    add("--model-gb", type=float, default=14.0, help="bytes of each model")
-    add("--profile", choices=sorted(PROFILES), default="a10g-7b", help="how fast an instance is")
-    add("--trace", type=Path, help="an Azure LLM csv, a Mooncake jsonl or a VTC jsonl; default: synthetic traffic")
+    add("--fleet", type=Path, help="a TOML file of nodes and models; it replaces the options of the fleet below")
+    add("--policy", choices=sorted(POLICIES), default="nearline", help="who decides; single ideas are for comparison")
+    add("--detail", choices=sorted(DETAILS), default="fast", help="engine: the engine's own scheduler, step by step")
+    fleet = parser.add_argument_group("an equal fleet").add_argument
+    fleet("--models", type=int, default=20)
+    fleet("--nodes", type=int, default=4)
+    fleet("--slots", type=int, default=1, help="instances per node")
+    fleet("--dram-gb", type=float, default=64.0, help="DRAM pool per node")
+    fleet("--model-gb", type=float, default=14.0, help="bytes of each model")
+    fleet("--profile", choices=sorted(PROFILES), default="a10g-7b", help="how fast an instance is")
+    fleet("--keep-alive", type=float, default=300.0)
+    fleet("--max-replicas", type=int, default=1)
+    add_traffic(parser)
+    add("--lose-node-every", type=float, default=0.0, metavar="S", help="mean time between losses of a node; 0: never")
+    add("--cancel", type=float, default=0.0, metavar="PART", help="part of the callers that hang up early")
+    add("--set", action="append", default=[], metavar="NAME=NUMBER", help="a number of the core's policy; repeatable")
+    add("--plot", type=Path, metavar="FILE", help="draw the run as PNG or SVG (needs matplotlib)")
+    add("--json", type=Path, metavar="FILE", help="write the outcome there instead of printing it")
+    add("--seed", type=int, default=1)
+    return parser.parse_args(arguments)
+
+
+def add_traffic(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("traffic").add_argument
+    add("--trace", type=Path, help="Azure LLM csv, Mooncake jsonl, VTC jsonl, or a ServeGen directory; else synthetic")
     add("--speedup", type=float, default=1.0, help="divide a trace's times by this")
     add("--max-requests", type=int, help="cut a trace after so many")
     add("--rate", type=float, default=5.0, help="requests per second, all models together")
-    add("--seconds", type=float, default=600.0, help="time during which requests arrive")
+    add("--seconds", type=float, default=600.0, help="time during which synthetic and ServeGen requests arrive")
     add("--cv", type=float, default=1.0, help="variation of the gaps; 1 is Poisson")
     add("--shape", choices=[shape.value for shape in Shape], default="steady", help="how the rate moves")
     add("--zipf", type=float, default=1.0, help="skew of the models' popularity; 0 is uniform")
     add("--tenants", type=int, default=1)
     add("--batch-part", type=float, default=0.0, help="part of the requests in class batch-1m")
-    add("--lose-node-every", type=float, default=0.0, metavar="S", help="mean time between losses of a node; 0: never")
-    add("--cancel", type=float, default=0.0, metavar="PART", help="part of the callers that hang up early")
-    add("--keep-alive", type=float, default=300.0)
-    add("--max-replicas", type=int, default=1)
-    add("--set", action="append", default=[], metavar="NAME=NUMBER", help="a number of the core's policy; repeatable")
-    add("--plot", type=Path, metavar="PNG", help="draw the times to first token (needs matplotlib)")
-    add("--seed", type=int, default=1)
-    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -124,10 +133,16 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"nearline simulate: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(report(simulation, outcome), indent=2) + "\n")
+    found: dict[str, Any] = {"policy": options.policy, **report(simulation, outcome)}
+    text = json.dumps(found, indent=2) + "\n"
+    if options.json is not None:
+        options.json.write_text(text)
+    else:
+        sys.stdout.write(text)
     if options.plot is not None:
+        title = f"{len(simulation.core.fleet.models)} models on {len(simulation.nodes)} nodes, policy {options.policy}"
         try:
-            plot_ttft(outcome.ttft_s, options.plot, f"{options.models} models on {options.nodes} nodes")
+            plot_ttft(outcome, options.plot, title)
         except ImportError:
             sys.stderr.write("nearline simulate: no plot, matplotlib is not installed; `pip install matplotlib`\n")
     return 0

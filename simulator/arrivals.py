@@ -3,16 +3,21 @@
 The streams are independent, so changing the rate changes no length, and changing the lengths moves no arrival.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from math import sqrt
-from random import Random
+from typing import Any
 
-from nearline.protocol import ModelId, Seconds, SloClass, TenantId
+import numpy as np
+
+from nearline.protocol import ModelId, Seconds, Slo, SloClass, TenantId
 
 _MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS = 4096, 1024
+_SPREAD = 0.8
+_AT_ONCE = 2048
+INTERACTIVE, BATCH_1M = Slo(SloClass.INTERACTIVE), Slo(SloClass.BATCH_1M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Arrival:
     num_prompt_tokens: int
     num_output_tokens: int
     tenant: TenantId = TenantId("default")
-    slo_class: SloClass = SloClass.INTERACTIVE
+    slo: Slo = INTERACTIVE
     prefix_hash: int = 0
 
 
@@ -52,6 +57,7 @@ class Traffic:
     period_s: Seconds = 60.0
     num_tenants: int = 1
     batch_part: float = 0.0
+    models: tuple[ModelId, ...] = field(default=())
 
 
 def model_ids(num_models: int) -> list[ModelId]:
@@ -61,25 +67,39 @@ def model_ids(num_models: int) -> list[ModelId]:
 
 def arrivals(traffic: Traffic) -> Iterator[Arrival]:
     """Yield the arrivals of a run in order of time."""
-    gaps, choices, prompts, outputs, tenants, classes = (
-        Random(f"{traffic.seed}/{name}") for name in ("gap", "model", "prompt", "output", "tenant", "class")
+    gaps, models, prompts, outputs, tenants, classes = (
+        np.random.default_rng(child) for child in np.random.SeedSequence(traffic.seed).spawn(6)
     )
-    names = model_ids(traffic.num_models)
-    weights = list(accumulate(1.0 / (rank + 1) ** traffic.zipf for rank in range(traffic.num_models)))
-    shape = 1.0 / traffic.cv**2
+    names = list(traffic.models) or model_ids(traffic.num_models)
+    weights = list(accumulate(1.0 / (rank + 1) ** traffic.zipf for rank in range(len(names))))
+    shape, total = 1.0 / traffic.cv**2, weights[-1]
+    callers = [TenantId(f"t{n}") for n in range(traffic.num_tenants)]
+    is_steady, end_s, batch_part = traffic.shape is Shape.STEADY, traffic.seconds, traffic.batch_part
+    columns = (
+        _stream(lambda: gaps.gamma(shape, 1.0 / (traffic.rate_per_s * shape), _AT_ONCE)),
+        _stream(lambda: np.searchsorted(weights, models.random(_AT_ONCE) * total, "right")),
+        _stream(lambda: _lengths(prompts, traffic.prompt_median, _MAX_PROMPT_TOKENS)),
+        _stream(lambda: _lengths(outputs, traffic.output_median, _MAX_OUTPUT_TOKENS)),
+        _stream(lambda: tenants.integers(traffic.num_tenants, size=_AT_ONCE)),
+        _stream(lambda: classes.random(_AT_ONCE) < batch_part),
+    )
     steady = 0.0
-    while True:
-        steady += gaps.gammavariate(shape, 1.0 / (traffic.rate_per_s * shape))
-        at = _warped(steady, traffic)
-        if at >= traffic.seconds:
+    for gap, model, prompt, output, tenant, is_batch in zip(*columns, strict=False):
+        steady += gap
+        at = steady if is_steady else _warped(steady, traffic)
+        if at >= end_s:
             return
-        (name,) = choices.choices(names, cum_weights=weights)
-        prompt = _length(prompts, traffic.prompt_median, _MAX_PROMPT_TOKENS)
-        output = _length(outputs, traffic.output_median, _MAX_OUTPUT_TOKENS)
-        tenant = TenantId(f"t{tenants.randrange(traffic.num_tenants)}")
-        is_batch = classes.random() < traffic.batch_part
-        slo_class = SloClass.BATCH_1M if is_batch else SloClass.INTERACTIVE
-        yield Arrival(at, name, prompt, output, tenant, slo_class)
+        yield Arrival(at, names[model], prompt, output, callers[tenant], BATCH_1M if is_batch else INTERACTIVE)
+
+
+def _stream(draw: Callable[[], Any]) -> Iterator[Any]:
+    """Values one by one from draws of many."""
+    while True:
+        yield from draw().tolist()
+
+
+def _lengths(stream: np.random.Generator, median: int, most: int) -> Any:
+    return np.clip(np.rint(median * stream.lognormal(0.0, _SPREAD, _AT_ONCE)), 1, most).astype(int)
 
 
 def _warped(steady: Seconds, traffic: Traffic) -> Seconds:
@@ -92,7 +112,3 @@ def _warped(steady: Seconds, traffic: Traffic) -> Seconds:
             return (steady / 2 // half) * traffic.period_s + steady / 2 % half
         case Shape.RAMP:
             return sqrt(steady * traffic.seconds)
-
-
-def _length(stream: Random, median: int, most: int) -> int:
-    return max(1, min(most, round(median * stream.lognormvariate(0.0, 0.8))))

@@ -1,15 +1,21 @@
-"""A simulated machine: slots, DRAM with least-recently-used residency, one storage link, engines that batch.
+"""A simulated machine: the node agent's own mind over simulated processes, storage and engines.
 
-It obeys like a node agent and answers after what the cost model says. It decides nothing but what to evict from DRAM.
+Which process binds what, what waits for a slot and how an instance drains is decided by NodeCore, as it is live; this
+file answers its actions after what the cost model says.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from nearline.controller.events import Event, FirstToken, InstanceChanged, NodeReported, SequenceEnded
+from nearline.controller.events import Event, InstanceChanged, NodeReported, SequenceEnded
+from nearline.node_agent import actions as act
+from nearline.node_agent import events as ev
+from nearline.node_agent.core import NodeCore
+from nearline.node_agent.pace import Pace
+from nearline.node_agent.types import CoreConfig, EngineId
 from nearline.protocol import (
-    Bytes,
+    CheckpointInfo,
+    CheckpointKind,
     DeviceInfo,
     Digest,
     FinishReason,
@@ -20,235 +26,260 @@ from nearline.protocol import (
     NodeId,
     NodeReport,
     RequestId,
-    Residency,
     Seconds,
-    StartTimings,
+    StepTimeModel,
     Tier,
     TierBandwidth,
 )
-from nearline.simulator.cost_model import CostModel
+from nearline.protocol.errors import ErrorInfo, NearlineError
+from nearline.simulator.cost_model import Machine, SimulatedModel
+from nearline.simulator.engines import EnginePorts, PacedEngine, Schedule, SimulatedEngine, SimulatedSequence
+from nearline.simulator.memory import NodeMemory, Read
 
-Schedule = Callable[[Seconds, Callable[[], None]], None]
-Post = Callable[[Event], None]
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedSequence:
-    request_id: RequestId
-    attempt: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_generated: int = 0
+MakeEngine = Callable[[EnginePorts, Machine, StepTimeModel, Digest], SimulatedEngine]
+_REPORT_SOON_S = 0.1
+"""Changes within this time share one report, as on a live node."""
 
 
-@dataclass(slots=True, eq=False)
-class SimulatedInstance:
-    spec: InstanceSpec
-    state: InstanceState = InstanceState.LOADING
-    timings: StartTimings | None = None
-    is_loaded: bool = False
-    running: dict[RequestId, SimulatedSequence] = field(default_factory=dict)
-    waiting: OrderedDict[RequestId, SimulatedSequence] = field(default_factory=OrderedDict)
+def paced(ports: EnginePorts, machine: Machine, steps: StepTimeModel, digest: Digest) -> SimulatedEngine:
+    """The engine of large fleets."""
+    return PacedEngine(ports, machine.cost, steps)
+
+
+class _Instance:
+    """What stands behind one instance: its pin, its engine, and which of bytes and binding are still missing."""
+
+    def __init__(self, spec: InstanceSpec, engine: SimulatedEngine) -> None:
+        self.spec, self.engine = spec, engine
+        self.read: Read | None = None
+        self.is_filled = self.is_bound = self.is_draining = self.has_ended = False
 
 
 class SimulatedNode:
-    """Calls `post` with events, and `schedule(delay, function)` for what happens later.
-
-    Like an agent it says READY once requests may come; they run when the bytes are there.
-    """
+    """Calls `post` with events, and `schedule(delay, function, *arguments)` for what happens later."""
 
     def __init__(
-        self, node_id: NodeId, num_slots: int, dram_bytes: Bytes, sizes: dict[Digest, Bytes], cost: CostModel
+        self,
+        node_id: NodeId,
+        machine: Machine,
+        models: Mapping[Digest, SimulatedModel],
+        make_engine: MakeEngine = paced,
     ) -> None:
         self.node_id = node_id
-        self.cost = cost
-        self.num_slots = num_slots
-        self.dram_bytes = dram_bytes
-        self.instances: dict[InstanceId, SimulatedInstance] = {}
+        self.machine = machine
         self.starts_by_tier: dict[Tier, int] = {}
         self.num_swaps = 0
         self.is_up = True
-        self._sizes = sizes
-        self._on_disk = {digest: Residency(digest, size, size, 0) for digest, size in sizes.items()}
-        self._dram: OrderedDict[Digest, Bytes] = OrderedDict()
-        self._storage_free_at = 0.0
-        self._free_slots: list[Digest | None] = [None] * num_slots
+        self._models = models
+        self._make_engine = make_engine
+        self._memory = NodeMemory(machine, models)
+        self._free_slots: list[Digest | None] = [None] * (machine.num_slots * machine.num_devices)
+        memory_bytes = machine.weight_bytes or machine.dram_bytes
+        self._devices = tuple(
+            DeviceInfo(index, "simulated", "simulated", memory_bytes, machine.num_slots, machine.weight_bytes)
+            for index in range(machine.num_devices)
+        )
+        self._handlers: dict[type, Callable[..., None]] = {
+            act.StartEngine: lambda a: self._later(machine.cost.process_s, ev.EngineWarm(a.engine_id)),
+            act.BindEngine: self._bind,
+            act.UnbindEngine: lambda a: self._later(machine.cost.stop_s, ev.EngineUnbound(a.engine_id)),
+            act.KillEngine: lambda a: self._later(machine.cost.stop_s, ev.EngineExited(a.engine_id, a.reason)),
+            act.AcquireCheckpoint: self._acquire,
+            act.ReleaseCheckpoint: self._release,
+            act.SendStatus: lambda a: self._changed(a.status),
+            act.AwaitDrain: self._await_drain,
+            act.FailSequences: self._fail_sequences,
+            act.WakeAt: self._wake_at,
+        }
 
-    def connect(self, schedule: Schedule, post: Post) -> None:
-        self._schedule, self._post = schedule, post
+    def connect(self, clock: Callable[[], Seconds], schedule: Schedule, post: Callable[[Event], None]) -> None:
+        """Switch the machine on; its spare processes are warm."""
+        self._clock, self._schedule, self._post = clock, schedule, post
+        self._boot()
 
     def report(self) -> NodeReport:
         """What the node says of itself now."""
-        cost = self.cost
-        pinned = {instance.spec.digest: None for instance in self.instances.values()}
-        rows = dict(self._on_disk)
-        for digest, dram_bytes in self._dram.items():
-            size = self._sizes[digest]
-            rows[digest] = Residency(digest, size, size, dram_bytes, digest in pinned)
+        cost, machine, core = self.machine.cost, self.machine, self._core
         return NodeReport(
             node_id=self.node_id,
             http_url="",
-            devices=(DeviceInfo(0, "simulated", "simulated", self.dram_bytes, self.num_slots),),
-            dram_pool_bytes=self.dram_bytes,
-            dram_free_bytes=self.dram_bytes - sum(self._dram.values()),
-            ssd_budget_bytes=sum(self._sizes.values()),
+            devices=self._devices,
+            dram_pool_bytes=machine.dram_bytes // machine.frame_bytes * machine.frame_bytes,
+            dram_frame_bytes=machine.frame_bytes,
+            dram_free_bytes=self._memory.free_bytes,
+            ssd_budget_bytes=1 << 50,
             ssd_free_bytes=0,
             bandwidths=(TierBandwidth(Tier.SSD, cost.ssd_bytes_per_s), TierBandwidth(Tier.DRAM, cost.dram_bytes_per_s)),
-            bind_s=cost.bind_s,
-            process_s=cost.process_s,
-            num_prewarmed=self.num_slots,
-            residency=tuple(rows.values()),
-            instances=tuple(self._status(instance) for instance in self.instances.values()),
+            bind_s=core.bind_pace.value_s,
+            process_s=core.process_pace.value_s,
+            num_prewarmed=core.num_prewarmed,
+            residency=self._memory.residency(),
+            instances=tuple(core.statuses()),
         )
 
-    def ensure(self, spec: InstanceSpec, now: Seconds) -> None:
-        """Start an instance: wait for the storage link, read what DRAM lacks, bind."""
+    def ensure(self, spec: InstanceSpec) -> None:
         if not self.is_up:
             return
-        instance = self.instances[spec.instance_id] = SimulatedInstance(spec)
-        if len(self._free_slots) > 0:
-            self.num_swaps += self._free_slots.pop() not in (None, spec.digest)
-        read_s, tier, num_bytes = self._read(spec.digest, now)
-        self.starts_by_tier[tier] = self.starts_by_tier.get(tier, 0) + 1
-        instance.timings = StartTimings(0.0, self.cost.bind_s, read_s, num_bytes, tier, is_prewarmed=True)
-        self._changed(instance)
-        self._schedule(self.cost.bind_s, lambda: self._ready(instance))
-        self._schedule(read_s + self.cost.bind_s, lambda: self._loaded(instance))
-
-    def preload(self, digest: Digest, now: Seconds) -> None:
-        if not self.is_up:
-            return
-        read_s, _, _ = self._read(digest, now)
-        self._schedule(read_s, self._report)
-
-    def submit(self, instance_id: InstanceId, sequence: SimulatedSequence) -> None:
-        """Run a sequence now if there is a place, else when one comes free."""
-        instance = self.instances.get(instance_id)
-        if instance is None:
-            return  # lost with the node, which the controller has been told
-        if instance.is_loaded and len(instance.running) < self.cost.max_running:
-            self._run(instance, sequence)
-        else:
-            instance.waiting[sequence.request_id] = sequence
-
-    def abort(self, instance_id: InstanceId, request_id: RequestId) -> None:
-        instance = self.instances.get(instance_id)
-        if instance is not None:
-            instance.waiting.pop(request_id, None)
-            if instance.running.pop(request_id, None) is not None:
-                self._place_freed(instance)
-
-    def die(self) -> None:
-        """Lose every instance and all of DRAM at once, as a machine does that is switched off."""
-        for instance in self.instances.values():
-            instance.state = InstanceState.FAILED
-            instance.running.clear()
-            instance.waiting.clear()
-        self.is_up = False
-        self.instances.clear()
-        self._dram.clear()
-        self._storage_free_at = 0.0
-        self._free_slots = [None] * self.num_slots
+        if spec.instance_id not in self._instances:
+            steps = self._models[spec.digest].steps or self.machine.cost.steps
+            emptied = partial(self._emptied, spec.instance_id)
+            ports = EnginePorts(self._clock, self._schedule, self._post, emptied)
+            engine = self._make_engine(ports, self.machine, steps, spec.digest)
+            self._instances[spec.instance_id] = _Instance(spec, engine)
+        self._on(ev.EnsureWished(spec, _checkpoint(spec.digest, self._models[spec.digest].num_bytes)))
 
     def stop(self, instance_id: InstanceId, drain_s: Seconds) -> None:
-        """Drain, then stop; what still runs at the end of the drain is cancelled."""
-        instance = self.instances.get(instance_id)
-        if instance is None or instance.state is InstanceState.DRAINING:
-            return
-        instance.state = InstanceState.DRAINING
-        self._changed(instance)
-        self._schedule(drain_s, lambda: self._drain_ended(instance))
-        self._stop_if_drained(instance)
-
-    def _read(self, digest: Digest, now: Seconds) -> tuple[Seconds, Tier, Bytes]:
-        size = self._sizes[digest]
-        in_dram = self._dram.get(digest, 0)
-        if in_dram == size:
-            self._dram.move_to_end(digest)
-            return self.cost.read_s(0, size), Tier.DRAM, 0
-        self._make_room(size - in_dram)
-        self._dram[digest] = size
-        self._storage_free_at = max(now, self._storage_free_at) + self.cost.read_s(size - in_dram, 0)
-        return self._storage_free_at - now, Tier.SSD, size - in_dram
-
-    def _make_room(self, num_bytes: Bytes) -> None:
-        for digest in list(self._dram):
-            if self.dram_bytes - sum(self._dram.values()) >= num_bytes:
-                return
-            if not self._is_pinned(digest):
-                del self._dram[digest]
-
-    def _is_pinned(self, digest: Digest) -> bool:
-        return any(instance.spec.digest == digest for instance in self.instances.values())
-
-    def _report(self) -> None:
         if self.is_up:
+            self._on(ev.StopWished(instance_id, drain_s))
+
+    def preload(self, digest: Digest) -> None:
+        if not self.is_up:
+            return
+        try:
+            read = self._memory.pin(digest, self._clock())
+        except NearlineError:
+            return  # no room beside what runs; the start will find another way
+        self._schedule(read.seconds, self._preloaded, digest, read, self._core)
+
+    def submit(self, instance_id: InstanceId, sequence: SimulatedSequence) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is not None:  # else lost with the node, which the controller has been told
+            instance.engine.submit(sequence)
+
+    def abort(self, instance_id: InstanceId, request_id: RequestId) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is not None:
+            instance.engine.abort(request_id)
+
+    def die(self) -> None:
+        """Lose every process and all of DRAM at once, as a machine does that is switched off."""
+        for instance in self._instances.values():
+            instance.engine.clear()
+        self.is_up = False
+        self._memory.clear()
+        self._free_slots = [None] * len(self._free_slots)
+
+    def come_back(self) -> None:
+        self.is_up = True
+        self._boot()
+
+    def _boot(self) -> None:
+        cost, machine = self.machine.cost, self.machine
+        self._instances: dict[InstanceId, _Instance] = {}
+        self._is_reporting, self._wakes_at = False, float("inf")
+        config = CoreConfig(self._devices, machine.num_prewarmed, 1 << 40, cost.max_running, num_cores=1)
+        self._core = core = NodeCore(config)
+        now = self._clock()
+        for action in core.on(ev.Woke(), now):
+            if isinstance(action, act.StartEngine):
+                core.on(ev.EngineWarm(action.engine_id), now)
+        core.bind_pace, core.process_pace = Pace(cost.bind_s), Pace(cost.process_s)
+
+    # ---- what the mind decides ----
+
+    def _on(self, event: ev.NodeEvent) -> None:
+        for action in self._core.on(event, self._clock()):
+            self._handlers[type(action)](action)
+        if not self._is_reporting:
+            self._is_reporting = True
+            self._schedule(_REPORT_SOON_S, self._report_now, self._core)
+
+    def _later(self, delay_s: Seconds, event: ev.NodeEvent) -> None:
+        self._schedule(delay_s, self._if_same, self._core, event)
+
+    def _if_same(self, core: NodeCore, event: ev.NodeEvent) -> None:
+        if core is self._core and self.is_up:
+            self._on(event)
+
+    def _acquire(self, action: act.AcquireCheckpoint) -> None:
+        instance = self._instances[action.instance_id]
+        try:
+            read = instance.read = self._memory.pin(action.digest, self._clock())
+        except NearlineError as error:
+            self._later(0.0, ev.LeaseRefused(action.instance_id, ErrorInfo.of(error)))
+            return
+        if self._free_slots:
+            self.num_swaps += self._free_slots.pop() not in (None, action.digest)
+        self.starts_by_tier[read.tier] = self.starts_by_tier.get(read.tier, 0) + 1
+        self._later(0.0, ev.LeaseAcquired(action.instance_id))
+        self._schedule(read.seconds, self._filled, instance, read, self._core)
+
+    def _filled(self, instance: _Instance, read: Read, core: NodeCore) -> None:
+        if core is not self._core or not self.is_up:
+            return
+        self._memory.arrived(instance.spec.digest, read.chunks)
+        instance.is_filled = True
+        self._on(ev.LeaseFilled(instance.spec.instance_id, read.seconds, read.num_bytes, read.tier))
+        self._open_if_ready(instance)
+
+    def _bind(self, action: act.BindEngine) -> None:
+        model = self._models[action.spec.digest]
+        bind_s = self.machine.cost.bind_s if model.bind_s is None else model.bind_s
+        instance = self._instances[action.spec.instance_id]
+        self._schedule(bind_s, self._bound, instance, action.engine_id, bind_s, self._core)
+
+    def _bound(self, instance: _Instance, engine_id: EngineId, bind_s: Seconds, core: NodeCore) -> None:
+        if core is not self._core or not self.is_up:
+            return
+        instance.is_bound = True
+        self._on(ev.EngineBound(engine_id, instance.spec.instance_id, bind_s, self.machine.cost.kv_tokens))
+        self._open_if_ready(instance)
+
+    def _open_if_ready(self, instance: _Instance) -> None:
+        if instance.is_filled and instance.is_bound:
+            instance.engine.open()
+
+    def _release(self, action: act.ReleaseCheckpoint) -> None:
+        instance = self._instances[action.instance_id]
+        if instance.read is not None:
+            self._memory.unpin(instance.spec.digest)
+            self._free_slots.append(instance.spec.digest)
+            instance.read = None
+        if instance.has_ended:
+            del self._instances[action.instance_id]
+
+    def _preloaded(self, digest: Digest, read: Read, core: NodeCore) -> None:
+        if core is self._core and self.is_up:
+            self._memory.arrived(digest, read.chunks)
+            self._memory.unpin(digest)
+            self._report_now(core)
+
+    def _await_drain(self, action: act.AwaitDrain) -> None:
+        self._instances[action.instance_id].is_draining = True
+        self._emptied(action.instance_id)
+
+    def _emptied(self, instance_id: InstanceId) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is not None and instance.is_draining and not instance.engine.num_sequences:
+            instance.is_draining = False
+            self._later(0.0, ev.Drained(instance_id))
+
+    def _fail_sequences(self, action: act.FailSequences) -> None:
+        for sequence in self._instances[action.instance_id].engine.clear():
+            ids, num_tokens = (sequence.request_id, sequence.attempt), sequence.num_generated
+            self._post(SequenceEnded(*ids, FinishReason.ERROR, num_tokens, action.error))
+
+    def _changed(self, status: InstanceStatus) -> None:
+        instance = self._instances.get(status.instance_id)
+        if instance is not None and status.state in (InstanceState.STOPPED, InstanceState.FAILED):
+            instance.has_ended = True
+            if instance.read is None:
+                del self._instances[status.instance_id]
+        self._post(InstanceChanged(self.node_id, status))
+
+    def _wake_at(self, action: act.WakeAt) -> None:
+        self._wakes_at = action.at
+        self._schedule(action.at - self._clock(), self._woke, action.at, self._core)
+
+    def _woke(self, at: Seconds, core: NodeCore) -> None:
+        if core is self._core and self.is_up and at == self._wakes_at:
+            self._on(ev.Woke())
+
+    def _report_now(self, core: NodeCore) -> None:
+        self._is_reporting = False
+        if core is self._core and self.is_up:
             self._post(NodeReported(self.report()))
 
-    def _ready(self, instance: SimulatedInstance) -> None:
-        if instance.state is InstanceState.LOADING:
-            instance.state = InstanceState.READY
-            self._changed(instance)
 
-    def _loaded(self, instance: SimulatedInstance) -> None:
-        if instance.state in (InstanceState.READY, InstanceState.DRAINING):
-            instance.is_loaded = True
-            self._changed(instance)
-            self._report()
-            self._place_freed(instance)
-
-    def _run(self, instance: SimulatedInstance, sequence: SimulatedSequence) -> None:
-        instance.running[sequence.request_id] = sequence
-        prefill_s = self.cost.first_token_s(sequence.num_prompt_tokens + sequence.num_generated)
-        rest = sequence.num_output_tokens - sequence.num_generated - 1
-        decode_s = self.cost.decode_s(max(0, rest), len(instance.running))
-        self._schedule(prefill_s, lambda: self._first_token(instance, sequence))
-        self._schedule(prefill_s + decode_s, lambda: self._finished(instance, sequence))
-
-    def _first_token(self, instance: SimulatedInstance, sequence: SimulatedSequence) -> None:
-        if instance.running.get(sequence.request_id) is sequence:
-            self._post(FirstToken(sequence.request_id, sequence.attempt))
-
-    def _finished(self, instance: SimulatedInstance, sequence: SimulatedSequence) -> None:
-        if instance.running.get(sequence.request_id) is not sequence:
-            return
-        del instance.running[sequence.request_id]
-        ended = (sequence.request_id, sequence.attempt, FinishReason.STOP, sequence.num_output_tokens)
-        self._post(SequenceEnded(*ended))
-        self._place_freed(instance)
-
-    def _place_freed(self, instance: SimulatedInstance) -> None:
-        while instance.waiting and len(instance.running) < self.cost.max_running:
-            self._run(instance, instance.waiting.popitem(last=False)[1])
-        self._stop_if_drained(instance)
-
-    def _drain_ended(self, instance: SimulatedInstance) -> None:
-        for sequence in [*instance.running.values(), *instance.waiting.values()]:
-            self._post(SequenceEnded(sequence.request_id, sequence.attempt, FinishReason.CANCELLED))
-        instance.running.clear()
-        instance.waiting.clear()
-        self._stop_if_drained(instance)
-
-    def _stop_if_drained(self, instance: SimulatedInstance) -> None:
-        is_there = self.instances.get(instance.spec.instance_id) is instance
-        if is_there and instance.state is InstanceState.DRAINING and not instance.running and not instance.waiting:
-            instance.state = InstanceState.STOPPED
-            self._schedule(self.cost.stop_s, lambda: self._stopped(instance))
-
-    def _stopped(self, instance: SimulatedInstance) -> None:
-        if self.instances.get(instance.spec.instance_id) is not instance:
-            return
-        del self.instances[instance.spec.instance_id]
-        self._free_slots.append(instance.spec.digest)
-        self._changed(instance)
-
-    def _changed(self, instance: SimulatedInstance) -> None:
-        self._post(InstanceChanged(self.node_id, self._status(instance)))
-
-    def _status(self, instance: SimulatedInstance) -> InstanceStatus:
-        spec, state = instance.spec, instance.state
-        if state is InstanceState.STOPPED and spec.instance_id in self.instances:
-            state = InstanceState.DRAINING  # its process is still going down
-        timings = instance.timings if instance.is_loaded else None
-        ids = (spec.instance_id, spec.model_id, spec.digest, state, spec.device_index)
-        return InstanceStatus(*ids, max_running=self.cost.max_running, timings=timings)
+def _checkpoint(digest: Digest, num_bytes: int) -> CheckpointInfo:
+    return CheckpointInfo(digest, CheckpointKind.MODEL, num_bytes, "", "", "", "", ())

@@ -5,8 +5,9 @@ from typing import Any
 
 from nearline.controller.promises import Tally
 from nearline.protocol import Seconds
-from nearline.simulator.loop import Outcome, Simulation
+from nearline.simulator.loop import Simulation
 from nearline.simulator.node import SimulatedNode
+from nearline.simulator.outcome import Call, Outcome
 
 
 def report(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def report(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
         "ttft_s": summary(outcome.ttft_s),
         "tpot_s": summary(outcome.tpot_s),
         "e2e_s": summary(outcome.e2e_s),
+        "ttft_s_by_class": by_class(outcome.calls),
         "attainment": attainment(simulation),
         "prediction": prediction(simulation),
         "starts_by_tier": starts_by_tier(nodes),
@@ -43,6 +45,15 @@ def summary(values: Sequence[Seconds]) -> dict[str, float]:
     return {name: round(value, 6) for name, value in figures.items()}
 
 
+def by_class(calls: Iterable[Call]) -> dict[str, dict[str, float]]:
+    """Times to first token of each SLO class."""
+    times: dict[str, list[Seconds]] = {}
+    for call in calls:
+        if call.first_at is not None:
+            times.setdefault(call.arrival.slo.slo_class.value, []).append(call.first_at - call.arrival.at)
+    return {name: summary(values) for name, values in sorted(times.items())}
+
+
 def attainment(simulation: Simulation) -> dict[str, dict[str, float]]:
     """Part of the requests whose promise was kept, by SLO class; refusals count as broken promises."""
     classes: dict[str, Tally] = {}
@@ -55,6 +66,13 @@ def attainment(simulation: Simulation) -> dict[str, dict[str, float]]:
         name: {"attained": round(t.attainment, 6), "met": t.num_met, "missed": t.num_missed, "refused": t.num_refused}
         for name, t in sorted(classes.items())
     }
+
+
+def attained(simulation: Simulation) -> float:
+    """Part of all requests whose promise was kept."""
+    rows = simulation.core.fleet.promises.rows.values()
+    total = sum(row.num_met + row.num_missed + row.num_refused for row in rows)
+    return sum(row.num_met for row in rows) / max(1, total)
 
 
 def prediction(simulation: Simulation) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Recorded traffic: Azure LLM inference (csv), Mooncake (jsonl) and VTC run files (jsonl), as arrivals.
+"""Recorded traffic: Azure LLM inference (csv), Mooncake (jsonl), VTC run files (jsonl), ServeGen clients (directories).
 
 What a trace does not say (which model, which tenant) is drawn with independent seeded streams, so that a trace spreads
 over a fleet the same way in every run.
@@ -14,8 +14,9 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 
-from nearline.protocol import Seconds, TenantId
-from nearline.simulator.arrivals import Arrival, model_ids
+from nearline.protocol import ModelId, Seconds, TenantId
+from nearline.simulator.arrivals import BATCH_1M, Arrival, model_ids
+from nearline.simulator.servegen import servegen
 
 _MOONCAKE_TICK_S = 3.0
 _ANY = model_ids(1)[0]
@@ -23,14 +24,17 @@ _ANY = model_ids(1)[0]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How a trace's requests are dealt out: models by a Zipf law, tenants evenly, time divided by `speedup`."""
+    """How a trace's requests are dealt out: models by a Zipf law, tenants evenly, time divided by `speedup`; a part
+    `batch_part` is of class batch-1m. `seconds` is how much of a ServeGen client's days is drawn."""
 
-    num_models: int
+    models: tuple[ModelId, ...]
     seed: int
     zipf: float = 1.0
     num_tenants: int = 1
     speedup: float = 1.0
     max_requests: int | None = None
+    batch_part: float = 0.0
+    seconds: Seconds = 600.0
 
 
 def read_trace(path: Path, spread: Spread) -> list[Arrival]:
@@ -38,17 +42,19 @@ def read_trace(path: Path, spread: Spread) -> list[Arrival]:
 
     Raises ValueError naming the file when its format is not known.
     """
-    rows = sorted(_rows(path, spread.seed), key=lambda arrival: arrival.at)[: spread.max_requests]
+    found = servegen(path, spread.seconds, spread.seed) if path.is_dir() else _rows(path, spread.seed)
+    rows = sorted(found, key=lambda arrival: arrival.at)[: spread.max_requests]
     start = rows[0].at if rows else 0.0
-    names = model_ids(spread.num_models)
-    weights = list(accumulate(1.0 / (rank + 1) ** spread.zipf for rank in range(spread.num_models)))
-    models, tenants = (Random(f"{spread.seed}/{name}") for name in ("trace model", "trace tenant"))
-    found = []
+    weights = list(accumulate(1.0 / (rank + 1) ** spread.zipf for rank in range(len(spread.models))))
+    models, tenants, classes = (Random(f"{spread.seed}/trace {name}") for name in ("model", "tenant", "class"))
+    dealt = []
     for row in rows:
-        (model_id,) = models.choices(names, cum_weights=weights)
+        (model_id,) = models.choices(spread.models, cum_weights=weights)
         tenant = TenantId(f"t{tenants.randrange(spread.num_tenants)}") if spread.num_tenants > 1 else row.tenant
-        found.append(replace(row, at=(row.at - start) / spread.speedup, model_id=model_id, tenant=tenant))
-    return found
+        slo = BATCH_1M if classes.random() < spread.batch_part else row.slo
+        at = (row.at - start) / spread.speedup
+        dealt.append(replace(row, at=at, model_id=model_id, tenant=tenant, slo=slo))
+    return dealt
 
 
 def _rows(path: Path, seed: int) -> Iterator[Arrival]:
@@ -65,7 +71,8 @@ def _rows(path: Path, seed: int) -> Iterator[Arrival]:
         elif "responses" in first.get("result", {}):
             yield from (_vtc(row) for row in first["result"]["responses"])
         else:
-            raise ValueError(f"{path}: not a known trace; give an Azure LLM csv, a Mooncake jsonl or a VTC jsonl file")
+            known = "an Azure LLM csv, a Mooncake jsonl, a VTC jsonl file or a ServeGen directory"
+            raise ValueError(f"{path}: not a known trace; give {known}")
 
 
 def _azure(row: dict[str, str]) -> Arrival:
@@ -86,8 +93,3 @@ def _mooncake(row: dict[str, float | list[int]], jitter: Random) -> Arrival:
 def _vtc(row: dict[str, float | str]) -> Arrival:
     sizes = (max(1, int(row["prompt_len"])), max(1, int(row["output_len"])))
     return Arrival(float(row["req_time"]), _ANY, *sizes, tenant=TenantId(str(row["adapter_dir"])))
-
-
-def mean_rate_per_s(arrivals: list[Arrival]) -> float:
-    span: Seconds = arrivals[-1].at - arrivals[0].at if arrivals else 0.0
-    return len(arrivals) / span if span else 0.0

@@ -6,76 +6,21 @@ Source: [serverlessllm] figure of scheduling policies: Azure-shaped traffic (gam
 models replicated as distinct ones.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 
 from benchmarks import record
 from benchmarks.evidence import page
-from nearline.controller import capacity
-from nearline.controller.config import CoreConfig
-from nearline.controller.policy import patience, placement
-from nearline.controller.policy.placement import MayStop, Need, NoPlace, Placement
-from nearline.controller.policy.views import NodeView
-from nearline.protocol import InstanceId, Seconds
 from nearline.simulator.__main__ import parse, run
 from nearline.simulator.report import starts_by_tier, summary
 
-Place = Callable[[Iterable[NodeView], Need, Seconds, CoreConfig, MayStop, Collection[InstanceId]], Placement | NoPlace]
 RATES = (0.5, 1.5)
 DRAM_GB = {110: "all 32 models", 55: "half of the models"}
 FLEET = "--models 32 --nodes 4 --slots 4 --model-gb 13 --cv 8 --zipf 0.5 --seconds 3000 --keep-alive 60"
-
-
-def random_node(seed: int) -> Place:
-    """Any node that has a place now, drawn at random; if none has one, wait."""
-    stream = Random(seed)
-
-    def place(
-        nodes: Iterable[NodeView], need: Need, now: Seconds, config: CoreConfig, may_stop: MayStop,
-        claimed: Collection[InstanceId] = (),
-    ) -> Placement | NoPlace:  # fmt: skip
-        shuffled = sorted(nodes, key=lambda node: node.node_id)
-        stream.shuffle(shuffled)
-        found: Placement | NoPlace = placement.place(shuffled, need, now, config, may_stop, claimed)
-        for node in shuffled:
-            here = placement.place([node], need, now, config, may_stop, claimed)
-            if isinstance(here, Placement):
-                return here
-        return found
-
-    return place
-
-
-def locality_only(
-    nodes: Iterable[NodeView], need: Need, now: Seconds, config: CoreConfig, may_stop: MayStop,
-    claimed: Collection[InstanceId] = (),
-) -> Placement | NoPlace:  # fmt: skip
-    """Only the nodes that have the bytes in DRAM, however long one must wait there; the disk only if none has."""
-    everywhere = list(nodes)
-    rows = [(node, node.residency.get(need.digest)) for node in everywhere]
-    near = [node for node, row in rows if row is not None and row.dram_bytes >= need.num_bytes]
-    return placement.place(near or everywhere, need, now, config, may_stop, claimed)
-
-
-@contextmanager
-def placing(place: Place) -> Iterator[None]:
-    """Let the controller choose places with another function for a while."""
-    own = (capacity.place, patience.worth_waiting)
-    capacity.place = place
-    if place is not placement.place:
-        patience.worth_waiting = lambda *_: None
-    try:
-        yield
-    finally:
-        capacity.place, patience.worth_waiting = own
-
-
-POLICIES: dict[str, Callable[[], Place]] = {
-    "random node": lambda: random_node(1),
-    "locality only": lambda: locality_only,
-    "start-up time (ours)": lambda: placement.place,
+POLICIES = {
+    "random node": "random",
+    "locality only": "locality-only",
+    "start-up time, at once": "impatient",
+    "start-up time and patience (ours)": "nearline",
 }
 WHY = """Published: on GSM8K at 1.4 requests/s ServerlessLLM's p99 start latency is 1.95 times better than random
 serverless placement and 1.27 times better than Shepherd* (preemption); its gain over locality alone is a figure only.
@@ -91,9 +36,8 @@ Locality alone, which waits without any bound, stays ahead where every model has
 
 def row(rate: float, dram_gb: int, name: str) -> list[str]:
     """Run one policy over one fleet."""
-    options = parse([*FLEET.split(), "--dram-gb", str(dram_gb), "--rate", str(rate), "--seed", "5"])
-    with placing(POLICIES[name]()):
-        simulation, outcome = run(options)
+    settings = ["--dram-gb", str(dram_gb), "--rate", str(rate), "--seed", "5", "--policy", POLICIES[name]]
+    simulation, outcome = run(parse([*FLEET.split(), *settings]))
     times, tiers = summary(outcome.ttft_s), starts_by_tier(simulation.nodes.values())
     total = max(1, sum(tiers.values()))
     swaps = sum(node.num_swaps for node in simulation.nodes.values())

@@ -2,26 +2,33 @@
 
 import pytest
 
-from nearline.controller import CoreConfig
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, ModelSpec, NodeId
-from nearline.simulator import CostModel, Faults, Outcome, SimulatedNode, Simulation, Traffic, arrivals
-from nearline.simulator.arrivals import model_ids
+from nearline.controller import ControllerCore, CoreConfig
+from nearline.simulator import (
+    Faults,
+    Machine,
+    Outcome,
+    SimulatedModel,
+    Simulation,
+    Traffic,
+    add_models,
+    arrivals,
+    make_fleet,
+    paced,
+    stepped,
+)
+from nearline.simulator.node import MakeEngine
 
 GB = 10**9
 
 
-def run(seed: int, seconds: float, rate_per_s: float = 6.0) -> tuple[Simulation, Outcome]:
-    sizes = {Digest(f"d-{name}"): 2 * GB for name in model_ids(6)}
-    models = [
-        ModelSpec(
-            name, CheckpointInfo(Digest(f"d-{name}"), CheckpointKind.MODEL, 2 * GB, "", "", "", "", ()), 0.0,
-            keep_alive_s=20.0, max_replicas=2,
-        )
-        for name in model_ids(6)
-    ]  # fmt: skip
-    nodes = [SimulatedNode(NodeId(f"n{n}"), 2, 10 * GB, sizes, CostModel()) for n in range(3)]
+def run(
+    seed: int, seconds: float, rate_per_s: float = 6.0, make_engine: MakeEngine = paced
+) -> tuple[Simulation, Outcome]:
+    machine = Machine(num_slots=2, num_prewarmed=1, dram_bytes=10 * GB)
+    models = add_models("m", 6, SimulatedModel(num_bytes=2 * GB), keep_alive_s=20.0, max_replicas=2)
+    fleet = make_fleet({f"n{n}": machine for n in range(3)}, models)
     faults = Faults(seed=seed, node_loss_every_s=15.0, node_back_s=6.0, cancel_part=0.2, patience_s=3.0)
-    simulation = Simulation(CoreConfig(), models, nodes, faults)
+    simulation = Simulation(ControllerCore(CoreConfig()), fleet.specs, fleet.nodes(make_engine), faults)
     kinds = {"num_tenants": 3, "batch_part": 0.3}
     traffic = Traffic(num_models=6, rate_per_s=rate_per_s, seconds=seconds, seed=seed, **kinds)
     return simulation, simulation.run(arrivals(traffic))
@@ -40,6 +47,10 @@ def check(simulation: Simulation, outcome: Outcome) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_request_is_lost_or_ends_twice_when_nodes_die_and_callers_leave(seed: int) -> None:
     check(*run(seed, 120.0))
+
+
+def test_the_same_holds_for_engines_that_run_step_by_step() -> None:
+    check(*run(1, 60.0, make_engine=stepped))
 
 
 def test_a_run_with_faults_repeats() -> None:

@@ -9,27 +9,34 @@ from statistics import fmean
 
 import pytest
 
-from nearline.controller import CoreConfig
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, ModelId, ModelSpec, NodeId
-from nearline.simulator import Arrival, CostModel, Outcome, SimulatedNode, Simulation, Traffic, arrivals
-from nearline.simulator.arrivals import model_ids
+from nearline.controller import ControllerCore, CoreConfig
+from nearline.protocol import ModelId, NodeId
+from nearline.simulator import (
+    Arrival,
+    CostModel,
+    Fleet,
+    Machine,
+    Outcome,
+    SimulatedModel,
+    Simulation,
+    Traffic,
+    add_models,
+    arrivals,
+    make_fleet,
+)
 
 GB = 10**9
 
 
-def build(num_models: int, num_nodes: int, cost: CostModel, **settings: float) -> Simulation:
-    sizes = {Digest(f"d-{name}"): 4 * GB for name in model_ids(num_models)}
-    models = [
-        ModelSpec(
-            name,
-            CheckpointInfo(Digest(f"d-{name}"), CheckpointKind.MODEL, 4 * GB, "", "", "", "", ()),
-            0.0,
-            keep_alive_s=settings.get("keep_alive_s", 60.0),
-        )
-        for name in model_ids(num_models)
-    ]
-    nodes = [SimulatedNode(NodeId(f"n{n}"), 1, 10 * GB, sizes, cost) for n in range(num_nodes)]
-    return Simulation(CoreConfig(), models, nodes)
+def fleet(num_models: int, num_nodes: int, cost: CostModel, keep_alive_s: float = 60.0) -> Fleet:
+    machine = Machine(cost=cost, dram_bytes=10 * GB)
+    models = add_models("m", num_models, SimulatedModel(num_bytes=4 * GB), keep_alive_s=keep_alive_s)
+    return make_fleet({f"n{n}": machine for n in range(num_nodes)}, models)
+
+
+def build(num_models: int, num_nodes: int, cost: CostModel, keep_alive_s: float = 60.0) -> Simulation:
+    made = fleet(num_models, num_nodes, cost, keep_alive_s)
+    return Simulation(ControllerCore(CoreConfig()), made.specs, made.nodes())
 
 
 def run(seed: int, **changes: float) -> tuple[Simulation, Outcome]:
@@ -68,25 +75,34 @@ def test_the_command_prints_the_same_json_under_two_hash_seeds() -> None:
 def test_a_single_warm_server_waits_as_the_pollaczek_khinchine_formula_says() -> None:
     """M/D/1 at load 0.6: mean wait in queue = load / (2 · (1 - load)) · service time."""
     cost = CostModel(max_running=1)
-    service_s = cost.first_token_s(100) + cost.decode_s(49, 1)
-    gaps, now, coming = Random(5), 0.0, [Arrival(0.0, ModelId("m1"), 100, 50)]
+    first_s = cost.steps.prefill_s(100)
+    service_s = first_s + 49 * cost.steps.decode_s(1, 100 + 49 // 2)
+    gaps, now, coming = Random(5), 0.0, [Arrival(0.0, ModelId("m"), 100, 50)]
     for _ in range(30_000):
         now += gaps.expovariate(0.6 / service_s)
-        coming.append(Arrival(100.0 + now, ModelId("m1"), 100, 50))
+        coming.append(Arrival(100.0 + now, ModelId("m"), 100, 50))
     outcome = build(1, 1, cost).run(coming)
-    waits = [ttft - cost.first_token_s(100) for ttft in outcome.ttft_s[1:]]
+    waits = [ttft - first_s for ttft in outcome.ttft_s[1:]]
     assert fmean(waits) == pytest.approx(0.6 / (2 * 0.4) * service_s, rel=0.08)
 
 
-def test_one_cold_start_takes_the_bytes_over_the_bandwidth_plus_binding() -> None:
+def test_one_cold_start_takes_the_bytes_over_the_bandwidth_and_binding_meanwhile() -> None:
     cost = CostModel(ssd_bytes_per_s=2e9, bind_s=0.25)
-    outcome = build(1, 1, cost).run([Arrival(0.0, ModelId("m1"), 100, 2)])
-    assert outcome.ttft_s == [pytest.approx(4 / 2 + 0.25 + cost.first_token_s(100))]
+    outcome = build(1, 1, cost).run([Arrival(0.0, ModelId("m"), 100, 2)])
+    assert outcome.ttft_s == [pytest.approx(4 / 2 + cost.steps.prefill_s(100))]
 
 
 def test_a_model_that_went_to_sleep_comes_back_from_dram() -> None:
     cost = CostModel(ssd_bytes_per_s=2e9, dram_bytes_per_s=8e9, bind_s=0.25)
     simulation = build(1, 1, cost, keep_alive_s=10.0)
-    outcome = simulation.run([Arrival(0.0, ModelId("m1"), 100, 2), Arrival(60.0, ModelId("m1"), 100, 2)])
-    assert outcome.ttft_s[1] == pytest.approx(4 / 8 + 0.25 + cost.first_token_s(100))
+    outcome = simulation.run([Arrival(0.0, ModelId("m"), 100, 2), Arrival(60.0, ModelId("m"), 100, 2)])
+    assert outcome.ttft_s[1] == pytest.approx(4 / 8 + cost.steps.prefill_s(100))
     assert {tier.value: n for tier, n in simulation.nodes[NodeId("n0")].starts_by_tier.items()} == {"ssd": 1, "dram": 1}
+
+
+def test_without_a_spare_process_a_start_waits_for_one() -> None:
+    cost = CostModel(ssd_bytes_per_s=8e9, bind_s=0.25, process_s=3.0)
+    made = make_fleet({"n": Machine(cost=cost, num_prewarmed=0)}, add_models("m", 1, SimulatedModel(num_bytes=4 * GB)))
+    simulation = Simulation(ControllerCore(CoreConfig()), made.specs, made.nodes())
+    outcome = simulation.run([Arrival(0.0, ModelId("m"), 100, 2)])
+    assert outcome.ttft_s == [pytest.approx(3.0 + 0.25 + cost.steps.prefill_s(100))]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nearline.protocol import SloClass
 from nearline.simulator import Spread, read_trace
+from nearline.simulator.arrivals import model_ids
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -15,7 +17,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 def spread(**changes: object) -> Spread:
-    return Spread(**{"num_models": 3, "seed": 1, **changes})  # type: ignore[arg-type]
+    return Spread(**{"models": tuple(model_ids(3)), "seed": 1, **changes})  # type: ignore[arg-type]
 
 
 def test_an_azure_csv(tmp_path: Path) -> None:
@@ -54,3 +56,25 @@ def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text("Over all the hills\nis peace\n")
     with pytest.raises(ValueError, match=r"poem\.txt: not a known trace"):
         read_trace(path, spread())
+
+
+def test_servegen_clients_keep_their_rates_their_lengths_and_their_names(tmp_path: Path) -> None:
+    for name, rate in (("chunk-3", 2.0), ("chunk-11", 1.0)):
+        rows = [f"0,{rate},1.0,Gamma,1.0,0.5", f"600,{2 * rate},2.0,Weibull,0.7,0.1", "1200,0,,,,"]
+        (tmp_path / f"{name}-trace.csv").write_text("\n".join(rows))
+        lengths = {"input_tokens": "{100: 0.25, 200: 0.75}", "output_tokens": "{7: 1.0}"}
+        (tmp_path / f"{name}-dataset.json").write_text(json.dumps({"0": lengths, "21600": {}}))
+    rows = read_trace(tmp_path, spread(seconds=1200.0))
+    assert {a.tenant for a in rows} == {"chunk-3", "chunk-11"}
+    busy = [a for a in rows if a.tenant == "chunk-3"]
+    assert len([a for a in busy if a.at < 600]) == pytest.approx(1200, rel=0.1)
+    assert len([a for a in busy if a.at >= 600]) == pytest.approx(2400, rel=0.1)
+    assert sum(a.num_prompt_tokens == 200 for a in rows) / len(rows) == pytest.approx(0.75, abs=0.03)
+    assert {a.num_output_tokens for a in rows} == {7}
+
+
+def test_a_part_of_a_trace_is_batch_work(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE.splitlines()[0] + "\n" + "\n".join([AZURE.splitlines()[1]] * 400))
+    classes = [a.slo.slo_class for a in read_trace(path, spread(batch_part=0.25))]
+    assert classes.count(SloClass.BATCH_1M) / 400 == pytest.approx(0.25, abs=0.06)

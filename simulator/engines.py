@@ -1,0 +1,129 @@
+"""Engines in virtual time: what an instance does with its sequences once its bytes are there.
+
+`PacedEngine` fixes a sequence's pace when it begins: two events per sequence, for large fleets. stepped.py runs the
+engine's own scheduler step by step, for what depends on how batches are put together.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nearline.controller.events import Event, FirstToken, SequenceEnded
+from nearline.protocol import FinishReason, RequestId, Seconds, Slo, StepTimeModel, TenantId
+from nearline.simulator.cost_model import CostModel
+
+Schedule = Callable[..., None]
+"""schedule(delay_s, function, *arguments)"""
+Post = Callable[[Event], None]
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSequence:
+    """One attempt of a request, and how many tokens it has when this attempt ends or is looked at."""
+
+    request_id: RequestId
+    attempt: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_generated: int = 0
+    prefix_hash: int = 0
+    tenant: TenantId = TenantId("default")
+    slo: Slo = field(default_factory=Slo)
+    begun_at: Seconds = 0.0
+    token_s: Seconds = 1.0
+
+
+@dataclass(slots=True)
+class EnginePorts:
+    """What an engine needs of its world: time, and where to say what happened. `emptied` follows every end."""
+
+    clock: Callable[[], Seconds]
+    schedule: Schedule
+    post: Post
+    emptied: Callable[[], None]
+
+
+class SimulatedEngine(Protocol):
+    """Sequences may come before `open`; they run after it."""
+
+    @property
+    def num_sequences(self) -> int: ...
+    def open(self) -> None:
+        """The bytes are there."""
+
+    def submit(self, sequence: SimulatedSequence) -> None: ...
+    def abort(self, request_id: RequestId) -> None: ...
+    def clear(self) -> list[SimulatedSequence]:
+        """Stop everything and give back what was there, with the tokens that were generated."""
+
+
+class PacedEngine:
+    """At most `max_running` at once, first come first served; a pace per sequence, by the batch that it joins."""
+
+    def __init__(self, ports: EnginePorts, cost: CostModel, steps: StepTimeModel) -> None:
+        self._ports, self._steps, self._cost = ports, steps, cost
+        self._is_open = False
+        self._running: dict[RequestId, SimulatedSequence] = {}
+        self._waiting: OrderedDict[RequestId, SimulatedSequence] = OrderedDict()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._fill()
+
+    def submit(self, sequence: SimulatedSequence) -> None:
+        if self._is_open and len(self._running) < self._cost.max_running:
+            self._run(sequence)
+        else:
+            self._waiting[sequence.request_id] = sequence
+
+    def abort(self, request_id: RequestId) -> None:
+        self._waiting.pop(request_id, None)
+        if self._running.pop(request_id, None) is not None:
+            self._fill()
+        if not self._running and not self._waiting:
+            self._ports.emptied()
+
+    def clear(self) -> list[SimulatedSequence]:
+        now, found = self._ports.clock(), [*self._running.values(), *self._waiting.values()]
+        for sequence in self._running.values():
+            passed = int((now - sequence.begun_at) / sequence.token_s) if now > sequence.begun_at else 0
+            sequence.num_generated += max(0, min(passed, sequence.num_output_tokens - sequence.num_generated - 1))
+        self._running.clear()
+        self._waiting.clear()
+        return found
+
+    def _run(self, sequence: SimulatedSequence) -> None:
+        self._running[sequence.request_id] = sequence
+        steps, num_running, overhead_s = self._steps, len(self._running), self._cost.step_overhead_s
+        known = sequence.num_prompt_tokens + sequence.num_generated
+        rest = sequence.num_output_tokens - sequence.num_generated - 1
+        square = steps.prefill_per_square_s * known
+        prefill_s = steps.prefill_base_s + (steps.prefill_per_token_s + square) * known + overhead_s
+        per_sequence_s = steps.decode_per_sequence_s + steps.decode_per_context_s * (known + rest * 0.5)
+        sequence.token_s = steps.decode_base_s + per_sequence_s * num_running + overhead_s
+        sequence.begun_at = self._ports.clock() + prefill_s
+        self._ports.schedule(prefill_s, self._first_token, sequence)
+        self._ports.schedule(prefill_s + sequence.token_s * (rest if rest > 0 else 0), self._finished, sequence)
+
+    def _first_token(self, sequence: SimulatedSequence) -> None:
+        if self._running.get(sequence.request_id) is sequence:
+            self._ports.post(FirstToken(sequence.request_id, sequence.attempt))
+
+    def _finished(self, sequence: SimulatedSequence) -> None:
+        if self._running.get(sequence.request_id) is not sequence:
+            return
+        del self._running[sequence.request_id]
+        num_tokens = sequence.num_output_tokens
+        self._ports.post(SequenceEnded(sequence.request_id, sequence.attempt, FinishReason.STOP, num_tokens))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._cost.max_running:
+            self._run(self._waiting.popitem(last=False)[1])
+        if not self._running and not self._waiting:
+            self._ports.emptied()

@@ -23,10 +23,10 @@ def machine() -> str:
     return f"{psutil.cpu_count()} cores of {model}, {memory:.0f} GiB memory, {platform.system()} {platform.release()}"
 
 
-def write(name: str, title: str, body: str) -> Path:
-    """Write `results/<name>.md`, replacing an older run. Returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.md"
+def write(name: str, title: str, body: str, folder: Path = RESULTS) -> Path:
+    """Write `<folder>/<name>.md`, replacing an older run. Returns its path."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.md"
     today = datetime.datetime.now(datetime.UTC).date()
     command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     path.write_text(f"# {title}\n\n- command: `{command}`\n- machine: {machine()}\n- date: {today}\n\n{body}\n")

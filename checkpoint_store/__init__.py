@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.estimate import Bandwidths
 from nearline.checkpoint_store.lease import Lease, ReadStats
+from nearline.checkpoint_store.ssd import Room
 from nearline.checkpoint_store.tiers import Admission, ChunkState, DramTier, Eviction
 from nearline.checkpoint_store.types import (
     CHUNK_BYTES,
@@ -47,6 +48,7 @@ __all__ = [
     "Lease",
     "Manifest",
     "ReadStats",
+    "Room",
     "StoreConfig",
     "TensorEntry",
     "WeightsFile",

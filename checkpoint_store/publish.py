@@ -16,7 +16,7 @@ import xxhash
 
 from nearline.checkpoint_store.convert_types import Block, Draft, Reporter
 from nearline.checkpoint_store.incoming import INCOMING, staging_name
-from nearline.checkpoint_store.publish_digest import content_digest, verify_checkpoint, verifying
+from nearline.checkpoint_store.publish_digest import content_digest, verify_checkpoint
 from nearline.checkpoint_store.safetensors_header import build_header
 from nearline.checkpoint_store.types import (
     CHUNK_BYTES,
@@ -27,7 +27,7 @@ from nearline.checkpoint_store.types import (
     read_manifest,
     write_manifest,
 )
-from nearline.checkpoint_store.verify import verify_weights
+from nearline.checkpoint_store.weights_writer import WeightsWriter
 from nearline.protocol import Bytes
 from nearline.protocol.errors import CheckpointCorrupt, NearlineError, StorageFull
 
@@ -64,7 +64,6 @@ def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manif
             files=tuple(sorted(draft.files)),
         )
         manifest = Manifest(FORMAT_VERSION, info, total, CHUNK_BYTES, chunk_digests, entries)
-        verify_weights(staging / WEIGHTS_NAME, manifest, verifying(reporter))
         return commit(root, staging, manifest, reporter)
     except OSError as error:
         if error.errno in NO_SPACE:
@@ -101,29 +100,27 @@ def commit(root: Path, staging: Path, manifest: Manifest, reporter: Reporter) ->
 
 
 def _write_weights(path: Path, header: bytes, draft: Draft, reporter: Reporter) -> tuple[str, ...]:
+    """Write header and tensors, each piece read back from disk; return the digest of every chunk."""
     total = len(header) + sum(t.num_bytes for t in draft.tensors)
-    done, digests, hasher = 0, [], xxhash.xxh3_128()
-
-    def count(block: Block) -> None:
-        nonlocal done, hasher
-        view = memoryview(block).cast("B")
-        while len(view):
-            part = view[: CHUNK_BYTES - done % CHUNK_BYTES]
-            hasher.update(part)
-            done += len(part)
-            if done % CHUNK_BYTES == 0:
-                digests.append(hasher.hexdigest())
-                hasher = xxhash.xxh3_128()
-            view = view[len(part) :]
-        reporter.progress("writing", done, total)
-
-    def passing() -> Iterator[Block]:
+    digests, hasher = [], xxhash.xxh3_128()
+    writer = WeightsWriter(path)
+    try:
         for block in _weights(header, draft):
-            count(block)
-            yield block
-
-    write_file(path, passing())
-    if done % CHUNK_BYTES:
+            view = memoryview(block).cast("B")
+            while len(view):
+                part = view[: CHUNK_BYTES - writer.num_bytes % CHUNK_BYTES]
+                hasher.update(part)
+                writer.write(part)
+                if writer.num_bytes % CHUNK_BYTES == 0:
+                    digests.append(hasher.hexdigest())
+                    hasher = xxhash.xxh3_128()
+                view = view[len(part) :]
+            reporter.progress("writing", writer.num_bytes, total)
+        writer.finish()
+    finally:
+        writer.close()
+    reporter.progress("verifying", total, total)
+    if total % CHUNK_BYTES:
         digests.append(hasher.hexdigest())
     return tuple(digests)
 

@@ -1,12 +1,14 @@
 """Tensors of a safetensors file on disk: where they lie, and their bytes in blocks."""
 
+import contextlib
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nearline.checkpoint_store.safetensors_header import LENGTH_BYTES, header_length, parse_header
-from nearline.checkpoint_store.types import CHUNK_BYTES, TensorEntry
+from nearline.checkpoint_store.types import CHUNK_BYTES, DATA_ALIGNMENT, TensorEntry
 from nearline.protocol import Bytes
 from nearline.protocol.errors import CheckpointCorrupt
 
@@ -38,18 +40,68 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 def read_blocks(path: Path, offset: Bytes, num_bytes: Bytes, name: str) -> Iterator[memoryview]:
     """Read `num_bytes` from `offset` in blocks of at most CHUNK_BYTES. Raises CheckpointCorrupt at a short read."""
-    buffer = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    buffer = _BUFFERS.pop() if _BUFFERS else memoryview(mmap.mmap(-1, CHUNK_BYTES + 2 * DATA_ALIGNMENT))
+    source = _Source(path)
     try:
         for done in range(0, num_bytes, CHUNK_BYTES):
-            block = buffer[: num_bytes - done]
-            if (got := fill(descriptor, block, offset + done)) < len(block):
+            count = min(CHUNK_BYTES, num_bytes - done)
+            block = source.read(buffer, offset + done, count)
+            if len(block) < count:
                 raise CheckpointCorrupt(
-                    f"{path}: tensor {name!r} ends after {done + got} of {num_bytes} bytes; is the file being changed?"
+                    f"{path}: tensor {name!r} ends after {done + len(block)} of {num_bytes} bytes; is the file being "
+                    "changed?"
                 )
             yield block
     finally:
-        os.close(descriptor)
+        source.close()
+        _BUFFERS.append(buffer)
+
+
+class _Source:
+    """A file read from the page cache where it lies there, as after a download, and past it where it does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct_fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+    def read(self, buffer: memoryview, offset: Bytes, count: Bytes) -> memoryview:
+        """Read into `buffer`, two alignments longer than `count`; what is returned is shorter where the file ends."""
+        skip = offset % DATA_ALIGNMENT
+        block = buffer[skip : skip + count]
+        got = 0 if self._direct_fd is None else self._read_cached(block, offset)
+        if got < count and self._direct_fd is not None:
+            padded = -(-(skip + count) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+            got = self._read_direct(buffer[:padded], offset - skip) - skip
+        if got < count:
+            got = fill(self._fd, block, offset)
+        return block[:got]
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
+
+    def _read_cached(self, block: memoryview, offset: Bytes) -> Bytes:
+        try:
+            return os.preadv(self._fd, [block], offset, os.RWF_NOWAIT)
+        except OSError:  # not in the page cache, or the file system cannot tell
+            return 0
+
+    def _read_direct(self, block: memoryview, start: Bytes) -> Bytes:
+        assert self._direct_fd is not None
+        done = 0
+        try:
+            while done < len(block) and (got := os.preadv(self._direct_fd, [block[done:]], start + done)):
+                done += got
+        except OSError:  # refused, or the end of the file was not on a block; the buffered read says what is wrong
+            return 0
+        return done
+
+
+_BUFFERS: list[memoryview] = []
+"""Read buffers that nobody uses: memory touched once is used again."""
 
 
 def fill(descriptor: int, buffer: memoryview, offset: Bytes) -> Bytes:

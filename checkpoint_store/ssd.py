@@ -25,6 +25,27 @@ class StoredCheckpoint:
     value: float
 
 
+@dataclass(slots=True, eq=False)
+class Room:
+    """Place on SSD that one import has been promised, of which it has filled some."""
+
+    num_bytes: Bytes
+    written_bytes: Bytes = 0
+
+    @property
+    def unwritten_bytes(self) -> Bytes:
+        return max(self.num_bytes - self.written_bytes, 0)
+
+
+def free_bytes(disk_free_bytes: Bytes, budget_left_bytes: Bytes | None, rooms: Sequence[Room]) -> Bytes:
+    """What nobody has and nobody has been promised: the lesser of what is left of the budget, if there is one, and of
+    the disk. What an import has written is gone from the disk, but counts for the budget only when it is committed."""
+    free = disk_free_bytes - sum(room.unwritten_bytes for room in rooms)
+    if budget_left_bytes is not None:
+        free = min(free, budget_left_bytes - sum(room.num_bytes for room in rooms))
+    return max(0, free)
+
+
 def choose_evictions(
     stored: Sequence[StoredCheckpoint], needed_bytes: Bytes, free_bytes: Bytes, budget_bytes: Bytes
 ) -> tuple[Digest, ...]:

@@ -31,7 +31,7 @@ from nearline.checkpoint_store.pool import DramPool
 from nearline.checkpoint_store.probe import DiskProbe
 from nearline.checkpoint_store.publish_digest import verify_files
 from nearline.checkpoint_store.root import StoreRoot
-from nearline.checkpoint_store.ssd import StoredCheckpoint, choose_evictions
+from nearline.checkpoint_store.ssd import Room, StoredCheckpoint, choose_evictions, free_bytes
 from nearline.checkpoint_store.types import WEIGHTS_NAME, Manifest
 from nearline.checkpoint_store.verify import verify_weights
 from nearline.checkpoint_store.weights_file import FileStamp
@@ -53,6 +53,8 @@ class CheckpointStore:
         self._config = config
         self._root = StoreRoot(config.root)
         self._lock = threading.Lock()
+        self._room_lock = threading.RLock()
+        self._rooms: list[Room] = []
         self._manifests: dict[Digest, Manifest] = {}
         self._is_remote: set[Digest] = set()
         self._bandwidths = Bandwidths()
@@ -158,6 +160,23 @@ class CheckpointStore:
             return gone + self.make_room(num_bytes)
         return gone
 
+    def reserve(self, num_bytes: Bytes) -> Room:
+        """Promise an import place on SSD until `give_up`, evicting as `make_room` does; no byte is promised twice.
+
+        Raises as `make_room`.
+        """
+        with self._room_lock:
+            self.make_room(num_bytes)
+            room = Room(num_bytes)
+            self._rooms.append(room)
+        return room
+
+    def give_up(self, room: Room) -> None:
+        """End a promise: the import is over, and what it brought is counted as a checkpoint. Idempotent."""
+        with self._room_lock:
+            if room in self._rooms:
+                self._rooms.remove(room)
+
     def is_remote(self, digest: Digest) -> bool:
         """True when the weights are not here but can be fetched from their source again: import it, then acquire."""
         with self._lock:
@@ -219,8 +238,10 @@ class CheckpointStore:
         return self.ssd_used_bytes() + self._root.disk_free_bytes()
 
     def ssd_free_bytes(self) -> Bytes:
-        """The lesser of what is left of the budget and of the disk."""
-        return max(0, min(self.ssd_budget_bytes() - self.ssd_used_bytes(), self._root.disk_free_bytes()))
+        """The lesser of what is left of the budget and of the disk, less what imports under way were promised."""
+        budget_bytes = self._config.ssd_budget_bytes
+        budget_left = None if budget_bytes is None else budget_bytes - self.ssd_used_bytes()
+        return free_bytes(self._root.disk_free_bytes(), budget_left, list(self._rooms))
 
     def bandwidths(self) -> tuple[TierBandwidth, ...]:
         with self._lock:

@@ -4,11 +4,10 @@ Knows addresses; what the bytes mean is `checkpoint.py`'s business.
 """
 
 import ctypes
-import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -65,14 +64,13 @@ class MappedPool:
         reserved = num_bytes + TABLE_BYTES
         start = reserve(reserved)
         address = -(-start // TABLE_BYTES) * TABLE_BYTES
-        lent: list[int] = []
+        lent: dict[int, int] = {}
         try:
             if self._window is not None and chunk_bytes == self.layout.frame_bytes and not is_writable:
-                moved = self._window.lend(frames, address)
-                lent = list(itertools.compress(frames, moved))
+                lent = self._window.lend(frames, address)
             if len(lent) < len(frames):
                 protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-                self._map_rest(frames, set(lent), address, chunk_bytes, protection)
+                self._map_rest(frames, lent, address, chunk_bytes, protection)
         except OutOfMemory:
             _end_mapping(start, reserved, self._window, lent)
             raise
@@ -82,7 +80,7 @@ class MappedPool:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _map_rest(
-        self, frames: Sequence[int], lent: set[int], address: int, chunk_bytes: Bytes, protection: int
+        self, frames: Sequence[int], lent: Collection[int], address: int, chunk_bytes: Bytes, protection: int
     ) -> None:
         """Map what the window did not lend, neighbouring frames with one call and one kernel area."""
         can_merge = chunk_bytes == self.layout.frame_bytes
@@ -105,7 +103,7 @@ def _runs(frames: Sequence[int], can_merge: bool) -> Iterator[tuple[int, int, in
             start = i
 
 
-def _end_mapping(start: int, num_bytes: Bytes, window: PoolWindow | None, lent: Sequence[int]) -> None:
-    unmap_range(start, num_bytes)
+def _end_mapping(start: int, num_bytes: Bytes, window: PoolWindow | None, lent: Mapping[int, int]) -> None:
     if window is not None:
         window.take_back(lent)
+    unmap_range(start, num_bytes)

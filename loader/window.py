@@ -8,7 +8,7 @@ those mappings into the checkpoint's contiguous range, page tables included.
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nearline.loader.addresses import (
     MAP_FIXED,
@@ -46,25 +46,28 @@ class PoolWindow:
         """Begin to fault in frames whenever none is lent; ends when the window is garbage."""
         threading.Thread(target=_fault_ahead, args=(weakref.ref(self),), name="nearline-fault", daemon=True).start()
 
-    def lend(self, frames: Sequence[int], address: int) -> list[bool]:
-        """Move frames to `address`, one after the other; say which have moved. The others are the caller's to map."""
+    def lend(self, frames: Sequence[int], address: int) -> dict[int, int]:
+        """Move frames to `address`, one after the other; say which have moved, and where each is now. The others are
+        the caller's to map."""
         with self._wake:
             self._is_idle = False
-            moved = []
+            moved = {}
             for index, frame in enumerate(frames):
                 is_free = not self._is_lent[frame]
-                source, target = self._address(frame), address + index * self._frame_bytes
-                can_move = is_free and move_range(source, self._frame_bytes, target)
-                self._is_lent[frame] |= can_move
-                moved.append(can_move)
+                target = address + index * self._frame_bytes
+                if is_free and move_range(self._address(frame), self._frame_bytes, target):
+                    self._is_lent[frame] = True
+                    moved[frame] = target
             return moved
 
-    def take_back(self, frames: Sequence[int]) -> None:
-        """Map lent frames here again, where the range they were lent to is gone."""
+    def take_back(self, lent: Mapping[int, int]) -> None:
+        """Move lent frames here again, from where they are, so that models that take turns fault on nothing either."""
         with self._wake:
-            for frame in frames:
-                self._map(frame, 1)
-                self._is_lent[frame] = self._is_faulted[frame] = False
+            for frame, address in lent.items():
+                if not move_range(address, self._frame_bytes, self._address(frame)):
+                    self._map(frame, 1)
+                    self._is_faulted[frame] = False
+                self._is_lent[frame] = False
             self._is_idle = not any(self._is_lent)
 
     def fault_in_next(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from nearline.checkpoint_store import CheckpointStore
+from nearline.checkpoint_store import CheckpointStore, Room
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain, to_plain
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, Fault, NearlineError
 from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
@@ -120,20 +120,23 @@ class Imports:
             limit=MAX_LINE_BYTES,
             start_new_session=True,
         )
+        rooms: list[Room] = []
         try:
-            outcome, errors = await asyncio.gather(self._read_outcome(process, job), _tail(process.stderr))
+            outcome, errors = await asyncio.gather(self._read_outcome(process, job, rooms), _tail(process.stderr))
             code = await process.wait()
+            if "checkpoint" in outcome:
+                checkpoint = from_plain(CheckpointInfo, outcome["checkpoint"])
+                await asyncio.to_thread(self._store.adopt, checkpoint.digest)
+                return checkpoint
         finally:
             await _end(process)
-        if "checkpoint" in outcome:
-            checkpoint = from_plain(CheckpointInfo, outcome["checkpoint"])
-            await asyncio.to_thread(self._store.adopt, checkpoint.digest)
-            return checkpoint
+            for room in rooms:
+                self._store.give_up(room)
         if "error" in outcome:
             raise from_plain(ErrorInfo, outcome["error"]).exception()
         raise Fault(f"the import of {wish.source} ended without an outcome (exit {code}); last words: {errors!r}")
 
-    async def _read_outcome(self, process: asyncio.subprocess.Process, job: _Job) -> dict[str, Any]:
+    async def _read_outcome(self, process: asyncio.subprocess.Process, job: _Job, rooms: list[Room]) -> dict[str, Any]:
         assert process.stdout is not None
         outcome: dict[str, Any] = {}
         async for line in process.stdout:
@@ -144,19 +147,21 @@ class Imports:
             if not isinstance(said, dict):
                 continue
             if "needs_bytes" in said:
-                await self._make_room(process, said["needs_bytes"])
+                await self._make_room(process, said["needs_bytes"], rooms)
                 continue
             if "phase" not in said:
                 outcome = said
                 continue
+            if said["phase"] == "writing" and rooms:
+                rooms[-1].written_bytes = said["done_bytes"]
             for task_id in job.tasks:
                 self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
         return outcome
 
-    async def _make_room(self, process: asyncio.subprocess.Process, num_bytes: Bytes) -> None:
+    async def _make_room(self, process: asyncio.subprocess.Process, num_bytes: Bytes, rooms: list[Room]) -> None:
         answer: dict[str, Any] = {}
         try:
-            await asyncio.to_thread(self._store.make_room, num_bytes)
+            rooms.append(await asyncio.to_thread(self._store.reserve, num_bytes))
         except NearlineError as error:
             answer = {"error": to_plain(ErrorInfo.of(error))}
         assert process.stdin is not None

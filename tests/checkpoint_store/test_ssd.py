@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearline.checkpoint_store.ssd import StoredCheckpoint, choose_evictions
+from nearline.checkpoint_store.ssd import Room, StoredCheckpoint, choose_evictions, free_bytes
 from nearline.protocol import Digest
 from nearline.protocol.errors import StorageFull
 
@@ -65,3 +65,10 @@ def test_room_is_made_whenever_any_choice_makes_it_and_no_eviction_is_needless(
     assert free + sum(sizes[d] for d in chosen) >= needed
     for kept in itertools.combinations(chosen, max(len(chosen) - 1, 0)):
         assert not chosen or free + sum(sizes[d] for d in kept) < needed
+
+
+def test_what_imports_were_promised_is_not_free_and_what_they_wrote_is_not_counted_twice() -> None:
+    rooms = [Room(50, written_bytes=20), Room(10, written_bytes=11)]
+    assert free_bytes(100, None, rooms) == 70, "the disk has lost the written bytes already"
+    assert free_bytes(100, 100, rooms) == 40, "the budget counts them when they are committed"
+    assert free_bytes(20, None, rooms) == 0

@@ -100,3 +100,21 @@ def test_an_eviction_that_a_crash_cut_short_is_finished_at_the_next_start(
     assert not weights(root, manifest).exists()
     store.delete(manifest.digest)
     assert store.residency() == ()
+
+
+def test_no_byte_is_promised_to_two_imports(root: Path, open_store: OpenStore, add: Callable[..., Manifest]) -> None:
+    local, fetchable = add(1, "/models/a"), add(2, "hub:org/b")
+    store = open_store(ssd_budget_bytes=BUDGET)
+    free = store.ssd_free_bytes()
+    first = store.reserve(free)
+    assert weights(root, fetchable).exists(), "it fits beside what is there"
+    assert store.ssd_free_bytes() == 0
+    second = store.reserve(fetchable.num_bytes)
+    assert not weights(root, fetchable).exists(), "the second import may have what can be fetched again"
+    with pytest.raises(StorageFull, match=rf"needs {local.num_bytes} bytes; of the store's {BUDGET}, 0 are free"):
+        store.reserve(local.num_bytes)
+    store.give_up(second)
+    store.give_up(second)
+    store.reserve(fetchable.num_bytes)
+    store.give_up(first)
+    assert store.ssd_free_bytes() == free

@@ -88,6 +88,14 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
     return int(kept[_point_of(weights[kept], point)])
 
 
+def wishes_of(params: SamplingParams, position: int) -> tuple[float, float, float, float, float]:
+    """Say what `draw` would do as numbers, a column of kernels.sample: point, 1 / temperature, top_k, top_p, min_p."""
+    if is_greedy(params):
+        return 0.0, 0.0, 0.0, 1.0, 0.0
+    point, inverse = uniform(params.seed, position), float(np.float32(1.0 / params.temperature))
+    return point, inverse, float(params.top_k), params.top_p, params.min_p
+
+
 def _kept(weights: Row, params: SamplingParams) -> NDArray[np.int64] | None:
     """Indices that survive the filters, ascending; None when no filter is on."""
     least = np.float32(params.min_p)

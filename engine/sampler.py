@@ -1,4 +1,5 @@
-"""Chooses the next token of every sampled row: all greedy rows at once, the others one by one.
+"""Chooses the next token of every sampled row: all greedy rows at once, the others one by one; on a device whatever
+needs no history at once too.
 
 Holds no state: penalties, grammars and limits derive from the sequence's tokens, randomness from (seed, position).
 """
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearline import kernels
-from nearline.engine.distribution import Row, adjust, adjusts, draw, is_greedy, logprob
+from nearline.engine.distribution import Row, adjust, adjusts, draw, is_greedy, logprob, wishes_of
 from nearline.engine.grammars import Grammars
 from nearline.engine.types import BatchItem, SampledToken
 from nearline.protocol import SamplingParams
@@ -29,18 +30,18 @@ class Sampler:
 
         Shapes: [S, V] fp32.
         """
-        best, is_finite = _best(logits_SV)
-        rows: np.ndarray | None = None
-        outcomes = []
-        for index, item in enumerate(items):
-            if not is_finite[index]:
-                outcomes.append(_failed(_not_finite(item)))
-            elif _is_plain_greedy(item):
-                outcomes.append(SampledToken(best[index]))
-            else:
-                rows = logits_SV.cpu().numpy() if rows is None else rows
-                outcomes.append(self._choose(rows[index], item))
-        return outcomes
+        choose = _chosen_here if logits_SV.device.type == "cpu" else _chosen_on_device
+        chosen = choose(logits_SV, items)
+        others = [index for index, token in enumerate(chosen) if token is None]
+        rows = dict(zip(others, _on_host(logits_SV, others), strict=True))
+        return [
+            self._choose(rows[index], item)
+            if token is None
+            else SampledToken(token)
+            if token >= 0
+            else _failed(_not_finite(item))
+            for index, (token, item) in enumerate(zip(chosen, items, strict=True))
+        ]
 
     def _choose(self, raw: Row, item: BatchItem) -> SampledToken:
         sequence, params = item.sequence, item.sequence.request.sampling
@@ -70,24 +71,46 @@ class Sampler:
         return params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
 
 
-def _best(logits_SV: Tensor) -> tuple[list[int], list[bool]]:
-    """Return each row's best token and whether its logit is finite: NaN wins every maximum, all -inf has none."""
-    best: list[int]
-    is_finite: list[bool]
+def _chosen_here(logits_SV: Tensor, items: Seq[BatchItem]) -> list[int | None]:
+    """Return the best token of greedy rows, -1 for rows without a finite best, None for rows that want more.
+
+    NaN wins every maximum, and a row of -inf has none that is finite.
+    """
+    rows = logits_SV.numpy()  # numpy's argmax takes a quarter of the time of torch's
+    winners = rows.argmax(axis=1)
+    best, is_finite = winners.tolist(), np.isfinite(rows[np.arange(len(rows)), winners]).tolist()
+    return [
+        -1 if not finite else token if is_greedy(item.sequence.request.sampling) and _is_plain(item) else None
+        for token, finite, item in zip(best, is_finite, items, strict=True)
+    ]
+
+
+def _chosen_on_device(logits_SV: Tensor, items: Seq[BatchItem]) -> list[int | None]:
+    """Return the token of every row that needs the logits and its parameters alone, else as `_chosen_here`.
+
+    One launch and one copy of S tokens: rows of a vocabulary would take longer to copy than the step to run.
+    """
+    is_plain = [_is_plain(item) for item in items]
+    wishes = [wishes_of(item.sequence.request.sampling, item.start + item.num_tokens) for item in items]
+    wishes_5S = torch.tensor(wishes, dtype=torch.float64).T.contiguous().to(logits_SV.device)
+    tokens = kernels.sample(logits_SV, wishes_5S).tolist()
+    return [token if plain or token < 0 else None for token, plain in zip(tokens, is_plain, strict=True)]
+
+
+def _on_host(logits_SV: Tensor, rows: list[int]) -> list[Row]:
+    if not rows:
+        return []
     if logits_SV.device.type == "cpu":
-        rows = logits_SV.numpy()  # numpy's argmax takes a quarter of the time of torch's
-        winners = rows.argmax(axis=1)
-        best, is_finite = winners.tolist(), np.isfinite(rows[np.arange(len(rows)), winners]).tolist()
-        return best, is_finite
-    best, is_finite = kernels.argmax(logits_SV).tolist(), torch.isfinite(logits_SV.amax(dim=-1)).tolist()
-    return best, is_finite
+        values = logits_SV.numpy()
+        return [values[row] for row in rows]
+    return list(logits_SV[rows].cpu().numpy())
 
 
-def _is_plain_greedy(item: BatchItem) -> bool:
+def _is_plain(item: BatchItem) -> bool:
+    """Say whether a row needs its logits and the request's parameters alone: no history, mask or report."""
     params = item.sequence.request.sampling
     num_generated = item.start + item.num_tokens - item.sequence.num_prompt
-    is_free = params.logprobs is None and params.grammar is None
-    return is_greedy(params) and is_free and not adjusts(params, num_generated)
+    return params.logprobs is None and params.grammar is None and not adjusts(params, num_generated)
 
 
 def _not_finite(item: BatchItem) -> NearlineError:

@@ -15,6 +15,8 @@ from nearline.kernels.dispatch import (
     paged_attention,
     rms_norm,
     rope_,
+    rope_write_,
+    sample,
     set_num_threads,
     write_kv,
 )
@@ -42,6 +44,8 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rope_",
+    "rope_write_",
+    "sample",
     "set_num_threads",
     "write_kv",
 ]

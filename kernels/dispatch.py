@@ -57,6 +57,21 @@ def rope_(q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor, cos_sin_SR: Tensor)
         reference.rope_(q_THD, k_TKD, positions_T, cos_sin_SR)
 
 
+def rope_write_(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    rope: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slots_T: Tensor,
+) -> None:
+    """Do rope_ with `rope` (positions_T, cos_sin_SR), then write_kv to `caches` (keys, values): one launch on CUDA."""
+    path = _triton() if q_THD.is_cuda else None
+    if not (path and path.rope_write_(q_THD, k_TKD, v_TKD, rope, caches, slots_T)):
+        rope_(q_THD, k_TKD, *rope)
+        write_kv(k_TKD, v_TKD, *caches, slots_T)
+
+
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: Tensor, slots_T: Tensor) -> None:
     """See reference.write_kv."""
     path = _triton() if k_TKD.is_cuda else native
@@ -74,14 +89,10 @@ def paged_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """See reference.paged_attention."""
-    done: Tensor | None = None
-    if not q_THD.is_cuda:
-        done = native.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
-    elif softcap is None and (triton := _triton()):
-        done = triton.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window)
-    if done is None:
-        return reference.paged_attention(q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
-    return done
+    path = _triton() if q_THD.is_cuda else native
+    arguments = (q_THD, k_cache_NKPD, v_cache_NKPD, meta, scale, window, softcap)
+    done: Tensor | None = path.paged_attention(*arguments) if path else None
+    return reference.paged_attention(*arguments) if done is None else done
 
 
 def activate(x: Tensor, activation: str, is_gated: bool = True) -> Tensor:
@@ -113,6 +124,13 @@ def argmax(logits_TV: Tensor) -> Tensor:
     """See reference.argmax."""
     done = native.argmax(logits_TV)
     return reference.argmax(logits_TV) if done is None else done
+
+
+def sample(logits_SV: Tensor, wishes_5S: Tensor) -> Tensor:
+    """See reference.sample. Triton's choice differs only where a float32 exponential rounds otherwise."""
+    path = _triton() if logits_SV.is_cuda else None
+    done: Tensor | None = path.sample(logits_SV, wishes_5S) if path else None
+    return reference.sample(logits_SV, wishes_5S) if done is None else done
 
 
 def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> None:

@@ -141,6 +141,40 @@ def argmax(logits_TV: Tensor) -> Tensor:
     return (logits_TV == best).int().argmax(dim=-1)
 
 
+def sample(logits_SV: Tensor, wishes_5S: Tensor) -> Tensor:
+    """Choose a token per row: the point of the cumulative distribution that `point` of the whole says.
+
+    Filters, each on what the one before left: temperature, min_p (relative to the best), top_k (ties with the k-th
+    stay), top_p (the fewest of the heaviest that reach it; of equals the first). Kept tokens stand in vocabulary order.
+    Shapes: logits fp32 [S, V]; wishes fp64 [5, S], rows point in [0, 1), 1 / temperature (0: the best token, the
+    lowest of equals), top_k (0: all), top_p (1: all), min_p. Returns [S] int64, -1 where a row has NaN or infinity
+    or nothing but -infinity.
+    """
+    return torch.stack([_sample_row(row_V, wish_5) for row_V, wish_5 in zip(logits_SV, wishes_5S.T, strict=True)])
+
+
+def _sample_row(logits_V: Tensor, wish_5: Tensor) -> Tensor:
+    best = logits_V.max()
+    if not torch.isfinite(best):
+        return torch.full((), -1, device=logits_V.device)
+    point, inverse, top_k, top_p, min_p = wish_5.tolist()
+    if not inverse:
+        return argmax(logits_V[None])[0]
+    weights_V = ((logits_V - best) * torch.tensor(inverse, dtype=torch.float32)).exp()
+    least = torch.tensor(min_p, dtype=torch.float32, device=logits_V.device)
+    if 0 < top_k < len(weights_V):
+        least = torch.maximum(least, weights_V.topk(int(top_k)).values[-1])
+    kept_V = weights_V >= least
+    if top_p < 1.0:
+        heaviest, order = torch.where(kept_V, weights_V, 0.0).double().sort(descending=True, stable=True)
+        sums = heaviest.cumsum(0)
+        num_kept = int((sums < top_p * sums[-1]).sum()) + 1
+        kept_V &= torch.zeros_like(kept_V).index_fill_(0, order[:num_kept], True)
+    sums = torch.where(kept_V, weights_V, 0.0).double().cumsum(0)
+    past_V = kept_V & (weights_V > 0) & (sums > point * sums[-1])
+    return past_V.int().argmax() if bool(past_V.any()) else (kept_V & (weights_V > 0)).nonzero()[-1, 0]
+
+
 def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> None:
     """Add each segment's low-rank product to its rows of y in place; y may be a column slice of a wider tensor."""
     for segment in segments:

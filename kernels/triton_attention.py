@@ -19,9 +19,11 @@ _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _absorb(queries, keys, values, is_seen, scale, top, total, value):
+def _absorb(queries, keys, values, is_seen, scale, softcap, top, total, value, HAS_CAP: tl.constexpr):
     """One step of the online softmax: take in a tile of positions."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    if HAS_CAP:  # softcap · tanh(score / softcap)
+        scores = softcap - 2.0 * softcap / (tl.exp(scores * (2.0 / softcap)) + 1.0)
     scores = tl.where(is_seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -35,9 +37,10 @@ def _absorb(queries, keys, values, is_seen, scale, top, total, value):
 @triton.jit
 def _attend_kernel(
     q, k_cache, v_cache, out, parts, tops, sums, starts, lens, tables,
-    q_token, q_head, out_token, table_stride, num_kv, num_splits, scale, window,
+    q_token, q_head, out_token, table_stride, num_kv, num_splits, scale, window, softcap,
     GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr, QUERIES: tl.constexpr, POSITIONS: tl.constexpr,
     BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile = tl.program_id(0) // num_splits
@@ -82,7 +85,7 @@ def _attend_kernel(
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         is_seen = (position[None, :] <= at[:, None]) & (position[None, :] > at[:, None] - window) & is_position[None, :]
-        top, total, value = _absorb(queries, keys, values, is_seen, scale, top, total, value)
+        top, total, value = _absorb(queries, keys, values, is_seen, scale, softcap, top, total, value, HAS_CAP)
     is_stored = is_row[:, None] & is_column[None, :]
     if SPLIT > 0:
         index = (token * num_kv * GROUP + head) * num_splits + split
@@ -111,6 +114,21 @@ def _merge_kernel(parts, tops, sums, out, num_splits, DIM: tl.constexpr, DIM_WID
     tl.store(out + row * DIM + column, value.to(out.dtype.element_ty), mask=is_column)
 
 
+def rows_per_program(is_decode: bool, head_bytes: int) -> int:
+    """Rows of a program. tl.dot needs 16; wide heads leave less room for others."""
+    return 16 if is_decode else 64 if head_bytes <= 512 else 32
+
+
+def queries_per_program(rows: int, group_width: int) -> int:
+    """Query tokens of a program that is to have so many rows."""
+    return max(1, rows // group_width)
+
+
+def positions_per_tile(dim_width: int, element_bytes: int) -> int:
+    """Positions whose keys and values, in two stages, fit the shared memory of small devices too (99 KiB)."""
+    return max(16, min(64, 64 * 256 // (dim_width * element_bytes)))
+
+
 def paged_attention(
     q_THD: Tensor,
     k_cache_NKPD: Tensor,
@@ -118,6 +136,7 @@ def paged_attention(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Accept any token and head strides of q; caches and meta are contiguous."""
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -129,7 +148,7 @@ def paged_attention(
     group = num_heads // num_kv
     group_width = triton.next_power_of_2(group)
     is_decode = meta.max_query_len == 1
-    queries = max(1, (16 if is_decode else 64) // group_width)  # tl.dot needs 16 rows
+    queries = queries_per_program(rows_per_program(is_decode, head_dim * q_THD.element_size()), group_width)
     num_splits = triton.cdiv(table_width * block_size, _SPLIT_POSITIONS) if is_decode else 1
     split = _SPLIT_POSITIONS if num_splits > 1 else 0
     part_shape = (num_tokens, num_heads, num_splits) if split else (0, 0, 0)
@@ -138,13 +157,14 @@ def paged_attention(
         for shape in ((*part_shape, head_dim), part_shape, part_shape)
     )
     dim_width = max(16, triton.next_power_of_2(head_dim))
+    positions = positions_per_tile(dim_width, q_THD.element_size())
     grid = (triton.cdiv(meta.max_query_len, queries) * num_splits, num_kv, num_sequences)
     _attend_kernel[grid](
         q_THD, k_cache_NKPD, v_cache_NKPD, out_THD, parts, tops, sums,
         meta.query_starts_B1, meta.context_lens_B, meta.block_tables_BN,
         *q_THD.stride()[:2], num_heads * head_dim, table_width, num_kv, num_splits, scale, window or 2**30,
-        group, group_width, queries, 32 if head_dim > 128 else 64, block_size, head_dim, dim_width, split,
-        _IS_INTERPRETED or q_THD.dtype == torch.float32,
+        softcap or 1.0, group, group_width, queries, positions, block_size, head_dim, dim_width, split,
+        _IS_INTERPRETED or q_THD.dtype == torch.float32, softcap is not None, num_stages=2,
     )  # fmt: skip
     if split:
         _merge_kernel[(num_tokens * num_heads,)](

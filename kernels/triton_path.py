@@ -2,6 +2,17 @@
 
 from nearline.kernels.triton_attention import paged_attention
 from nearline.kernels.triton_lora import lora_add_
-from nearline.kernels.triton_rows import activate, layer_norm, rms_norm, rope_, write_kv
+from nearline.kernels.triton_rows import activate, layer_norm, rms_norm, rope_, rope_write_, write_kv
+from nearline.kernels.triton_sampling import sample
 
-__all__ = ["activate", "layer_norm", "lora_add_", "paged_attention", "rms_norm", "rope_", "write_kv"]
+__all__ = [
+    "activate",
+    "layer_norm",
+    "lora_add_",
+    "paged_attention",
+    "rms_norm",
+    "rope_",
+    "rope_write_",
+    "sample",
+    "write_kv",
+]

@@ -107,6 +107,58 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKPD: Tensor, v_cache_NKPD: T
 
 
 @triton.jit
+def _rope_write_kernel(
+    q, k, v, positions, table, k_cache, v_cache, slots, q_token, q_head, k_token, k_head, v_token, v_head,
+    num_heads, num_kv, block_size, dim, half, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program turns one head: of a query in place, of a key in place and into its cache; its value goes along."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    is_half, is_rest = column < half, (column >= 2 * half) & (column < dim)
+    row = table + tl.load(positions + token).to(tl.int64) * 2 * half
+    cos = tl.load(row + column, mask=is_half, other=0.0)
+    sin = tl.load(row + half + column, mask=is_half, other=0.0)
+    kv_head = head - num_heads
+    if head < num_heads:
+        first = q + token * q_token + head * q_head + column
+    else:
+        first = k + token * k_token + kv_head * k_head + column
+    a = tl.load(first, mask=is_half, other=0.0).to(tl.float32)
+    b = tl.load(first + half, mask=is_half, other=0.0).to(tl.float32)
+    turned_a, turned_b = (a * cos - b * sin).to(q.dtype.element_ty), (b * cos + a * sin).to(q.dtype.element_ty)
+    tl.store(first, turned_a, mask=is_half)
+    tl.store(first + half, turned_b, mask=is_half)
+    slot = tl.load(slots + token).to(tl.int64)
+    if (head >= num_heads) & (slot >= 0):
+        place = ((slot // block_size * num_kv + kv_head) * block_size + slot % block_size) * dim + column
+        tl.store(k_cache + place, turned_a, mask=is_half)
+        tl.store(k_cache + place + half, turned_b, mask=is_half)
+        tl.store(k_cache + place, tl.load(first, mask=is_rest), mask=is_rest)
+        value = tl.load(v + token * v_token + kv_head * v_head + column, mask=column < dim)
+        tl.store(v_cache + place, value, mask=column < dim)
+
+
+def rope_write_(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    rope: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slots_T: Tensor,
+) -> bool:
+    """Accept any token and head strides; caches are contiguous."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv, (positions_T, cos_sin_SR) = k_TKD.shape[1], rope
+    if num_tokens:
+        _rope_write_kernel[(num_tokens, num_heads + num_kv)](
+            q_THD, k_TKD, v_TKD, positions_T, cos_sin_SR, *caches, slots_T,
+            *q_THD.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2], num_heads, num_kv,
+            caches[0].shape[2], head_dim, cos_sin_SR.shape[1] // 2, triton.next_power_of_2(head_dim), num_warps=1,
+        )  # fmt: skip
+    return True
+
+
+@triton.jit
 def _layer_norm_kernel(x, w, b, y, x_stride, dim, eps, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
@@ -150,7 +202,8 @@ def _activate_kernel(x, y, x_stride, dim, GATED: tl.constexpr, KIND: tl.constexp
     tl.store(y + row * dim + column, result.to(y.dtype.element_ty), mask=is_inside)
 
 
-_KINDS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+KINDS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""transformers' name of an activation → what the kernel calls it."""
 
 
 def activate(x: Tensor, activation: str, is_gated: bool) -> Tensor:
@@ -158,6 +211,6 @@ def activate(x: Tensor, activation: str, is_gated: bool) -> Tensor:
     rows, dim = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
     y = torch.empty((rows, dim), dtype=x.dtype, device=x.device)
     if rows:
-        width, kind = min(1024, triton.next_power_of_2(dim)), _KINDS.get(activation, activation)
+        width, kind = min(1024, triton.next_power_of_2(dim)), KINDS[activation]
         _activate_kernel[(rows, triton.cdiv(dim, width))](x, y, x.stride(0), dim, is_gated, kind, width)
     return y

@@ -6,7 +6,7 @@ Interpreting is decided when triton is imported, and another test may have impor
 import pytest
 import torch
 
-from nearline.kernels import LoraSegment, reference, triton_attention, triton_lora, triton_rows
+from nearline.kernels import LoraSegment, reference, triton_attention, triton_lora, triton_rows, triton_sampling
 from tests.kernels.paged import DTYPES, ULP, naive_attention, paged_problem
 
 
@@ -42,6 +42,26 @@ def test_rope_rotates_slices_in_place(rotated: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotated", [16, 24])
+def test_rope_and_write_in_one_launch_are_the_two_ops(rotated: int, dtype: torch.dtype) -> None:
+    qkv = torch.randn(4, 24 * 5).to(dtype)
+    table, positions = torch.randn(9, rotated), torch.tensor([8, 0, 3, 1], dtype=torch.int32)
+    slots = torch.tensor([7, -1, 0, 19], dtype=torch.int32)
+    results = []
+    for is_one in (True, False):
+        rows, caches = qkv.clone(), torch.zeros(2, 5, 1, 4, 24, dtype=dtype).unbind(0)
+        q, k, v = rows[:, :72].view(4, 3, 24), rows[:, 72:96].view(4, 1, 24), rows[:, 96:].view(4, 1, 24)
+        if is_one:
+            triton_rows.rope_write_(q, k, v, (positions, table), (caches[0], caches[1]), slots)
+        else:
+            triton_rows.rope_(q, k, positions, table)
+            triton_rows.write_kv(k, v, caches[0], caches[1], slots)
+        results.append((rows, *caches))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_write_kv_skips_negative_slots(dtype: torch.dtype) -> None:
     k, v = torch.randn(2, 4, 2, 24).to(dtype)
     slots = torch.tensor([7, -1, 0, 19], dtype=torch.int32)
@@ -68,25 +88,58 @@ def test_layer_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "block_size", "window", "lengths"),
+    ("heads", "block_size", "window", "softcap", "lengths"),
     [
-        ((6, 2, 16), 16, None, [(1, 1), (1, 37), (5, 5), (9, 50)]),
-        ((3, 3, 8), 4, 3, [(9, 9), (1, 30)]),
-        ((7, 1, 40), 5, 7, [(13, 17), (1, 1)]),
-        ((4, 2, 24), 16, None, [(1, 1100), (1, 3), (1, 512)]),
-        ((4, 2, 24), 16, 600, [(1, 1100), (1, 3)]),
+        ((6, 2, 16), 16, None, None, [(1, 1), (1, 37), (5, 5), (9, 50)]),
+        ((3, 3, 8), 4, 3, 0.7, [(9, 9), (1, 30)]),
+        ((7, 1, 40), 5, 7, None, [(13, 17), (1, 1)]),
+        ((4, 2, 24), 16, None, 2.0, [(1, 1100), (1, 3), (1, 512)]),
+        ((4, 2, 24), 16, 600, None, [(1, 1100), (1, 3)]),
     ],
 )
 def test_attention_equals_dense_softmax(
     heads: tuple[int, int, int],
     block_size: int,
     window: int | None,
+    softcap: float | None,
     lengths: list[tuple[int, int]],
     dtype: torch.dtype,
 ) -> None:
     p = paged_problem(lengths, heads, block_size, dtype)
-    result = triton_attention.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 0.3, window)
-    assert_rounded_from(result, naive_attention(p, 0.3, window), noise=1e-5)
+    result = triton_attention.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 0.3, window, softcap)
+    assert_rounded_from(result, naive_attention(p, 0.3, window, softcap), noise=1e-5)
+
+
+WISHES = [
+    (0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.3, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (0.9, 0, 1.0, 0.1),
+    (1.1, 40, 0.6, 0.02), (2.0, 3, 0.5, 0.0), (1.0, 0, 1e-6, 0.0),
+]  # fmt: skip
+"""(temperature, top_k, top_p, min_p)"""
+
+
+def test_sampling_chooses_what_the_reference_chooses() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(len(WISHES) + 3, 300, generator=generator)[:, :283] * 3
+    logits[2, 10:40] = logits[2].max() - 1  # ties at the k-th
+    logits[3, 50:60] = logits[3, 60]
+    rows = [(torch.rand((), generator=generator), 1 / t if t else 0.0, k, p, m) for t, k, p, m in WISHES]
+    wishes = torch.tensor([*rows, rows[1], rows[1], rows[0]], dtype=torch.float64).T.contiguous()
+    logits[-3, 7], logits[-2], logits[-1, 9] = float("nan"), float("-inf"), float("inf")
+    chosen = triton_sampling.sample(logits, wishes)
+    assert chosen.tolist() == reference.sample(logits, wishes).tolist()
+    assert chosen[0] == logits[0].argmax()
+    assert chosen[-3:].tolist() == [-1, -1, -1]
+
+
+def test_sampling_reaches_every_kept_token_and_no_other() -> None:
+    logits = torch.tensor([[0.0, 2.0, -1.0, 2.0, 1.0]]).repeat(16, 1)
+    points = torch.arange(16, dtype=torch.float64) / 16
+    wishes = torch.stack([points, *(torch.full((16,), w, dtype=torch.float64) for w in (1.0, 3, 1.0, 0.0))])
+    counts = triton_sampling.sample(logits, wishes).bincount(minlength=5)
+    assert counts.tolist() == reference.sample(logits, wishes).bincount(minlength=5).tolist()
+    assert counts[[0, 2]].tolist() == [0, 0]
+    shares = torch.tensor([2.0, 2.0, 1.0]).softmax(0) * 16
+    assert torch.all((counts[[1, 3, 4]] - shares).abs() <= 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -59,9 +59,9 @@ INT4 = QuantFormat("int4", 4, 32, has_offsets=True)
 QUANT_FORMATS = {each.name: each for each in (INT8, INT4)}
 
 
-def format_of(slot: TensorSlot, code_shape: tuple[int, ...]) -> QuantFormat | None:
-    """Tell in which format a matrix is coded by the shape of its codes; None if it is that of neither."""
-    return next((each for each in QUANT_FORMATS.values() if each.code_shape(slot.shape) == code_shape), None)
+def format_of(shape: tuple[int, ...], code_shape: tuple[int, ...]) -> QuantFormat | None:
+    """Tell in which format a matrix of this shape is coded by the shape of its codes; None if in neither."""
+    return next((each for each in QUANT_FORMATS.values() if each.code_shape(shape) == code_shape), None)
 
 
 def coded_shape(slot: TensorSlot, spec: DecoderSpec) -> tuple[int, ...]:

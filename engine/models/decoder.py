@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearline import kernels
 from nearline.engine.kv_cache import KVCache
-from nearline.engine.models.layers import LayerWeights, NormWeights, WeightReader
+from nearline.engine.models.layers import LayerWeights, Matrix, NormWeights, WeightReader
 from nearline.engine.models.lora import LoraPlan
 from nearline.engine.models.rope import RopeTable
 from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape, Rope
@@ -39,13 +39,13 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.layers: list[LayerWeights | None] = [None] * spec.num_layers
-        self._reader = reader
+        self._reader, self._dtype = reader, dtype
         self._rope = RopeTable(spec, device)
         self._sliding_rope = self._rope if spec.sliding_rope_theta is None else RopeTable(spec, device, is_sliding=True)
-        self._embedding_VM: Tensor | None = None
+        self._embedding_VM: Matrix | None = None
         self._positions_SM: Tensor | None = None
         self._final_norm_M: NormWeights | None = None
-        self._head_VM: Tensor | None = None
+        self._head_VM: Matrix | None = None
         self._windows = [spec.sliding_window if i in spec.sliding_layers else None for i in range(spec.num_layers)]
         self._ropes = [_rope_of(spec, index) for index in range(spec.num_layers)]
         self._embedding_scale = _embedding_scale(spec, dtype)
@@ -99,7 +99,7 @@ class Decoder:
         """Begin the residual stream: a fresh tensor, which the layers add to in place."""
         if self._embedding_VM is None:
             self._embedding_VM = self._reader.embedding()
-        hidden_TM = F.embedding(token_ids_T, self._embedding_VM)
+        hidden_TM = kernels.embedding(token_ids_T, self._embedding_VM, self._dtype)
         if self._embedding_scale != 1.0:
             hidden_TM *= self._embedding_scale
         if self.spec.learned_positions:
@@ -155,10 +155,12 @@ class Decoder:
         if step.lora is not None:
             step.lora.add_qkv_(index, qkv_TN, x_TM)
         q_THD, k_TKD, v_TKD = self._heads(qkv_TN, layer)
-        if self._ropes[index] != Rope.NONE:
+        if self._ropes[index] == Rope.NONE:
+            kernels.write_kv(k_TKD, v_TKD, k_cache, v_cache, step.slots_T)
+        else:
             rope = self._rope if self._ropes[index] == Rope.MAIN else self._sliding_rope
-            kernels.rope_(q_THD, k_TKD, step.positions_T, rope.table_SD)
-        kernels.write_kv(k_TKD, v_TKD, k_cache, v_cache, step.slots_T)
+            turn = step.positions_T, rope.table_SD
+            kernels.rope_write_(q_THD, k_TKD, v_TKD, turn, (k_cache, v_cache), step.slots_T)
         o_THD = kernels.paged_attention(
             q_THD, k_cache, v_cache, step.meta, spec.score_scale, window, spec.attention_softcap
         )

@@ -9,6 +9,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -33,7 +34,9 @@ static struct {
     _Atomic uint32_t sleepers;
     _Atomic int32_t wanted; /* threads that may work, the caller included */
     int started;            /* workers that exist */
-} pool = {.wanted = 1};
+    int caller_cpu;         /* which the workers' affinities leave out */
+    _Atomic pid_t threads[MAX_THREADS]; /* of worker number i + 1; 0 until it runs */
+} pool = {.wanted = 1, .caller_cpu = -1};
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
 
 static __thread void *scratch_memory[SCRATCH_SLOTS];
@@ -96,6 +99,7 @@ static void sleep_until_rung(uint32_t seen_loop, int number) {
 static void *worker(void *argument) {
     int number = (int)(intptr_t)argument;
     uint32_t seen_loop = 0;
+    atomic_store(&pool.threads[number - 1], (pid_t)syscall(SYS_gettid));
     for (;;) {
         if (number >= atomic_load(&pool.wanted)) {
             sleep_until_rung(seen_loop, number);
@@ -136,6 +140,20 @@ static void forget_threads(void) {
     atomic_store(&pool.sleepers, 0);
     atomic_store(&pool.wanted, 1);
     pool.started = 0;
+    pool.caller_cpu = -1;
+}
+
+/* Keeps the workers off the caller's core: on a busy machine the kernel wakes them there, where they only wait for it. */
+static void leave_core(int cpu) {
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores)) return;
+    CPU_CLR(cpu, &cores);
+    pool.caller_cpu = cpu;
+    if (!CPU_COUNT(&cores)) return;
+    for (int i = 0; i < pool.started; i++) {
+        pid_t thread = atomic_load(&pool.threads[i]);
+        if (!thread || sched_setaffinity(thread, sizeof cores, &cores)) pool.caller_cpu = -1; /* again next time */
+    }
 }
 
 static void start_workers(int wanted) {
@@ -146,6 +164,7 @@ static void start_workers(int wanted) {
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals belong to Python's main thread */
     for (; pool.started < wanted - 1; pool.started++) {
         pthread_t thread;
+        pool.caller_cpu = -1;
         if (pthread_create(&thread, NULL, worker, (void *)(intptr_t)(pool.started + 1))) break;
         pthread_detach(thread);
     }
@@ -170,6 +189,8 @@ void parallel_for(long count, loop_body body, void *context) {
         for (long i = 0; i < count; i++) body(context, i);
         return;
     }
+    int cpu = sched_getcpu();
+    if (cpu >= 0 && cpu != pool.caller_cpu) leave_core(cpu);
     uint32_t loop = (uint32_t)(atomic_load(&pool.ticket) >> 32) + 1;
     /* Closing the old loop first keeps a late reader from pairing its ticket with the new loop's count. */
     atomic_store(&pool.ticket, (uint64_t)(loop - 1) << 32 | 0xffffffffu);

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nearline.checkpoint_store.adapter_changes import draft_tensors
-from nearline.checkpoint_store.adapter_config import read_settings
-from nearline.checkpoint_store.adapter_modules import adapter_modules
+from nearline.checkpoint_store.adapter_changes import changes
+from nearline.checkpoint_store.adapter_config import LoraSettings, read_settings
+from nearline.checkpoint_store.adapter_modules import HEAD, AdapterModule, adapter_modules
+from nearline.checkpoint_store.adapter_pack import PlacedModule, draft_pack, row_of
+from nearline.checkpoint_store.adapter_tables import whole_tables
 from nearline.checkpoint_store.convert_files import CONFIG_NAME, to_json
 from nearline.checkpoint_store.convert_model import DTYPE_NAMES, read_spec
-from nearline.checkpoint_store.convert_types import Draft, DraftTensor, Reporter
+from nearline.checkpoint_store.convert_types import Draft, Reporter
 from nearline.checkpoint_store.publish import CHECKPOINTS
 from nearline.checkpoint_store.safetensors_file import StoredTensor, open_safetensors
 from nearline.checkpoint_store.source_directory import SourceDirectory
@@ -41,32 +43,54 @@ def draft_adapter(
     modules = adapter_modules(_weights(directory), spec.vocab_size)
     if not modules:
         raise AdapterMismatch(f"{directory.path}: the adapter changes no module at all; its weights file is empty")
-    shapes = {slot.name: slot.shape for slot in tensor_slots(spec)}
-    tensors: list[DraftTensor] = []
-    described: dict[str, dict[str, Any]] = {}
-    for name in (slot.removesuffix(".weight") for slot in shapes if slot.removesuffix(".weight") in modules):
-        module = modules.pop(name)
-        rank = module.check(shapes[f"{name}.weight"], f"{name}.bias" in shapes, settings)
-        scaling = settings.scaling(module.peft_name) if rank else 0.0
-        drafted = list(draft_tensors(module, scaling, base_tensors))
-        tensors += drafted
-        changes = [what for what in ("gain", "shift") if any(t.name == f"{name}.{what}" for t in drafted)]
-        described[name] = {"rank": rank, "scaling": scaling} | ({"changes": changes} if changes else {})
+    dtype = _dtype(base_tensors, spec)
+    tables = whole_tables(modules, base_tensors, spec, dtype)
+    placed = _placed(modules, settings, spec)
     if modules:
-        name, module = min(modules.items(), key=lambda item: (-item[1].layer, item[0]))
+        name, _ = min(modules.items(), key=lambda item: (-item[1].layer, item[0]))
         raise AdapterMismatch(
             f"{directory.path}: the adapter changes {name!r}, but the base {base.source} has layers 0 to "
             f"{spec.num_layers - 1}; was it trained on another model?"
         )
-    ranks = [int(entry["rank"]) for entry in described.values()]
-    files = _files(directory, {"rank": max(ranks), "modules": described})
-    dtype = DTYPE_NAMES[tensors[0].dtype]
+    rank = max((one.rank for one in placed), default=0)
+    described = {one.module.name: _described(one, base_tensors) for one in placed}
+    described |= {name: {"rank": 0, "changes": ["weight"]} | described.get(name, {}) for name in tables}
+    files = _files(directory, {"rank": rank, "modules": described})
     info = CheckpointInfo(
         digest=Digest(""), kind=CheckpointKind.ADAPTER, num_bytes=0, family=spec.family,
-        architecture=spec.architecture, source=source, dtype=dtype, files=(),
-        base_digest=base_digest, rank=max(ranks),
+        architecture=spec.architecture, source=source, dtype=DTYPE_NAMES[dtype], files=(),
+        base_digest=base_digest, rank=rank,
     )  # fmt: skip
-    return Draft(tuple(tensors), files, info)
+    return Draft((*draft_pack(placed, base_tensors, spec, dtype), *tables.values()), files, info)
+
+
+def _placed(modules: dict[str, AdapterModule], settings: LoraSettings, spec: DecoderSpec) -> list[PlacedModule]:
+    """Check the modules in the order in which they run and take them out of `modules`."""
+    shapes = {slot.name: slot.shape for slot in tensor_slots(spec)}
+    names = [slot.removesuffix(".weight") for slot in shapes]
+    if HEAD not in names:
+        names.append(HEAD)
+        shapes[f"{HEAD}.weight"] = (spec.vocab_size, spec.model_dim)
+    placed = []
+    for name in (name for name in names if name in modules):
+        module = modules.pop(name)
+        rank = module.check(shapes[f"{name}.weight"], f"{name}.bias" in shapes, settings)
+        if rank or "bias" in module.parts:
+            scaling = settings.scaling(module.peft_name) if rank else 0.0
+            placed.append(PlacedModule(module, row_of(name, spec), rank, scaling))
+    return sorted(placed, key=lambda one: one.row)
+
+
+def _described(one: PlacedModule, base: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    found = changes(one.module, base)
+    return {"rank": one.rank, "scaling": one.scaling} | ({"changes": list(found)} if found else {})
+
+
+def _dtype(base: Mapping[str, StoredTensor], spec: DecoderSpec) -> str:
+    """The dtype in which the base is computed, so that an engine takes the adapter over as it lies."""
+    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    stored = next((t.entry.dtype for n, t in base.items() if n.endswith("q_proj.weight")), names[spec.dtype])
+    return stored if stored in names.values() else names[spec.dtype]
 
 
 def _base(root: Path, base_digest: Digest) -> tuple[CheckpointInfo, DecoderSpec, dict[str, StoredTensor]]:

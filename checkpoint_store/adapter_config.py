@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nearline.checkpoint_store.convert_types import Reporter
+from nearline.protocol.adapter_layout import TABLES
 from nearline.protocol.errors import UnsupportedCheckpoint
 
 _REFUSED = {
-    "modules_to_save": "whole modules beside LoRA (modules_to_save)",
     "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
     "lora_bias": "a bias in B (lora_bias)",
     "target_parameters": "LoRA on bare parameters (target_parameters)",
@@ -25,6 +25,7 @@ _REFUSED = {
     "kasa_config": "KaSA (kasa_config)",
     "velora_config": "VeLoRA (velora_config)",
     "monteclora_config": "Monte-Carlo LoRA (monteclora_config)",
+    "ensure_weight_tying": "tied changes of embedding and head (ensure_weight_tying)",
 }
 _REFUSED_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations that also change the base's weights: without those changes the adapter means something else."""
@@ -33,7 +34,7 @@ _KNOWN = {
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias", "use_rslora", "init_lora_weights",
     "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
-    "ensure_weight_tying", "use_dora", "fan_in_fan_out",
+    "use_dora", "fan_in_fan_out", "modules_to_save",
 }  # fmt: skip
 
 
@@ -64,6 +65,12 @@ def read_settings(config: Mapping[str, Any], reporter: Reporter) -> LoraSettings
     for field, feature in _REFUSED.items():
         if config.get(field):
             raise UnsupportedCheckpoint(f"the adapter uses {feature}, which is not served; train it without")
+    whole = [name for name in config.get("modules_to_save") or () if name not in TABLES]
+    if whole:
+        raise UnsupportedCheckpoint(
+            f"the adapter replaces {', '.join(map(str, whole))} (modules_to_save), which is not served; only "
+            f"{' and '.join(TABLES)} may be replaced whole"
+        )
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(_REFUSED_INITS):
         raise UnsupportedCheckpoint(

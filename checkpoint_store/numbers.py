@@ -37,3 +37,16 @@ def read_float32(tensor: StoredTensor) -> Floats:
         return widened.view(np.float32).reshape(tensor.entry.shape)
     stored = np.frombuffer(raw, np.float16 if tensor.entry.dtype == "F16" else np.float32)
     return stored.astype(np.float32).reshape(tensor.entry.shape)
+
+
+def to_dtype(values: Floats, dtype: str) -> bytes | None:
+    """Round numbers to a dtype in DTYPES, to the nearest, ties to even. None if one becomes infinite."""
+    if dtype == "F32":
+        return values.astype("<f4").tobytes()
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            halves = values.astype("<f2")
+        return halves.tobytes() if np.isfinite(halves).all() else None
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype("<u2")
+    return None if (rounded & 0x7F80 == 0x7F80).any() else rounded.tobytes()

@@ -51,6 +51,8 @@ class WeightsFile:
             )
         self.refusal: str | None = "kept in the page cache" if is_kept else None
         self._direct_fd = None if is_kept else self._open_direct()
+        if is_kept:
+            os.posix_fadvise(self._fd, 0, num_bytes, os.POSIX_FADV_WILLNEED)  # the disk reads it all at once
 
     @property
     def is_direct(self) -> bool:

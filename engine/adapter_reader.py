@@ -1,4 +1,7 @@
-"""Reads adapters beside the step loop, one at a time, so that a slow disk delays only those who wait for it."""
+"""Reads adapters beside the step loop, one at a time, so that a slow disk delays only those who wait for it.
+
+Between reads it touches memory for the next one.
+"""
 
 import queue
 import threading
@@ -6,8 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nearline.engine.adapter_memory import AdapterMemory
 from nearline.protocol import Bytes, Digest, Seconds
 from nearline.protocol.errors import ErrorInfo
+
+Load = Callable[[AdapterMemory], Bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +32,13 @@ class AdapterReader:
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._on_done = on_done
-        self._jobs: queue.SimpleQueue[tuple[object, Digest, Callable[[], Bytes]]] = queue.SimpleQueue()
+        self._memory = AdapterMemory()
+        self._jobs: queue.SimpleQueue[tuple[object, Digest, Load]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="adapter-reader", daemon=True).start()
 
-    def start(self, owner: object, digest: Digest, load: Callable[[], Bytes]) -> None:
-        """Queue a read. `load` runs in the thread and returns the bytes it took."""
+    def start(self, owner: object, digest: Digest, load: Load) -> None:
+        """Queue a read. `load` runs in the thread, with memory to read into, and returns the bytes it took."""
         self._jobs.put((owner, digest, load))
 
     def finished(self) -> list[AdapterRead]:
@@ -42,14 +49,17 @@ class AdapterReader:
         return reads
 
     def _work(self) -> None:
+        self._memory.prepare()
         while True:
             owner, digest, load = self._jobs.get()
             started_at = time.monotonic()
             num_bytes, failure = 0, None
             try:
-                num_bytes = load()
+                num_bytes = load(self._memory)
             except Exception as error:
                 failure = ErrorInfo.of(error)
             self._finished.put(AdapterRead(owner, digest, time.monotonic() - started_at, num_bytes, failure))
             del owner, load  # let go of the model while waiting for the next job
             self._on_done()
+            if num_bytes and self._jobs.empty():
+                self._memory.prepare(num_bytes)

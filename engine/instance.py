@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nearline import kernels
+from nearline.engine.adapter_memory import AdapterMemory
 from nearline.engine.config import EngineConfig, PolicyName
 from nearline.engine.core import EngineCore
 from nearline.engine.grammars import Grammars
@@ -104,12 +105,12 @@ class BoundInstance:
     def grammars(self) -> Grammars:
         return self._runner.grammars
 
-    def read_adapter(self, digest: Digest, directory: str) -> Callable[[], Bytes]:
+    def read_adapter(self, digest: Digest, directory: str) -> Callable[[AdapterMemory], Bytes]:
         """Return the work of reading an adapter, for the reader's thread; it refers to the adapter pool alone."""
         adapters, device = self._runner.adapters, self._habits.device
 
-        def read() -> Bytes:
-            return adapters.load(digest, load_directory(Path(directory), device), Path(directory)).num_bytes
+        def read(memory: AdapterMemory) -> Bytes:
+            return adapters.load(digest, load_directory(Path(directory), device, memory.take)).num_bytes
 
         return read
 

@@ -31,9 +31,9 @@ class _Chunk:
 
 
 class PromptReader:
-    """Reads the hidden states of prompts. `logits` projects rows of them: [B, M] → [B, V] in fp32."""
+    """Reads the hidden states of prompts. `logits` projects rows of a sequence: [B, M] → [B, V] in fp32."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, logits: Callable[[Tensor, Sequence], Tensor]) -> None:
         self._logits = logits
         self._chunks: WeakKeyDictionary[Sequence, list[_Chunk]] = WeakKeyDictionary()
 
@@ -79,7 +79,8 @@ class PromptReader:
         for start in range(item.start, end, _SLAB_ROWS):
             stop = min(start + _SLAB_ROWS, end)
             targets = sequence.token_ids[start + 1 : stop + 1]
-            found += _logprobs(self._logits(rows_TM[start - item.start : stop - item.start]), targets, num_top)
+            logits_BV = self._logits(rows_TM[start - item.start : stop - item.start], sequence)
+            found += _logprobs(logits_BV, targets, num_top)
         return _Chunk(item.start, logprobs=tuple(found))
 
 

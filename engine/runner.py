@@ -19,6 +19,7 @@ from nearline.engine.models.layers import Weights, compute_dtype
 from nearline.engine.models.lora import AdapterPool
 from nearline.engine.prompt_reader import PromptReader
 from nearline.engine.sampler import Sampler
+from nearline.engine.sequence import Sequence
 from nearline.engine.types import Batch, BatchItem, SampledToken
 from nearline.protocol import Bytes, DecoderSpec, RequestId
 from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed, NearlineError, OutOfMemory
@@ -69,7 +70,7 @@ class Runner:
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
         self.grammars = Grammars(config.tokenizer, spec.vocab_size, config.eos_token_ids)
         self._sampler = Sampler(config.eos_token_ids, self.grammars)
-        self._prompts = PromptReader(self.decoder.logits)
+        self._prompts = PromptReader(lambda rows_TM, sequence: self.logits(rows_TM, [sequence] * len(rows_TM)))
 
     @property
     def num_blocks(self) -> int:
@@ -122,13 +123,17 @@ class Runner:
     def hidden(self, items: Seq[BatchItem]) -> tuple[torch.Tensor, StepTensors]:
         """Compute the final hidden state of every row of a step whose items are in adapter order.
 
-        Shapes: [T, M]; `decoder.logits` makes logits of any of them. Raises whatever is wrong with an item.
+        Shapes: [T, M]; `logits` makes logits of any of them. Raises whatever is wrong with an item.
         """
         lora = self.adapters.plan(adapter_runs(items))
         step = step_tensors(items, self.kv.block_size, self.spec.vocab_size, self._device)
         self.decoder.reserve_positions(step.max_context_len)
         hidden_TM = self.decoder.forward(step.token_ids_T, step.positions_T, step.slots_T, step.meta, self.kv, lora)
         return hidden_TM, step
+
+    def logits(self, hidden_SM: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Project rows onto the vocabulary, each with its own sequence's head. Shapes: [S, M] → [S, V] in fp32."""
+        return self.decoder.logits(hidden_SM, self.adapters.heads([s.request.adapter_digest for s in sequences]))
 
     def _step(self, items: Seq[BatchItem]) -> list[SampledToken]:
         hidden_TM, step = self.hidden(items)
@@ -140,7 +145,7 @@ class Runner:
             hidden_TM = hidden_TM[step.sampled_S]
         rows = [row for row, item in enumerate(sampled) if item.sequence.needs_token]
         if len(rows) == len(sampled):
-            tokens = self._sampler.sample(self.decoder.logits(hidden_TM), sampled)
+            tokens = self._sampler.sample(self.logits(hidden_TM, [item.sequence for item in sampled]), sampled)
             return [self._prompts.add_logprobs(token, item) for token, item in zip(tokens, sampled, strict=True)]
         return self._mixed_outcomes(hidden_TM, sampled, rows)
 
@@ -148,7 +153,9 @@ class Runner:
         """Sample those in `rows`; the others only wanted their prompts read."""
         tokens: Iterator[SampledToken] = iter(())
         if rows:
-            tokens = iter(self._sampler.sample(self.decoder.logits(hidden_SM[rows]), [items[row] for row in rows]))
+            wanted = [items[row] for row in rows]
+            logits_SV = self.logits(hidden_SM[rows], [item.sequence for item in wanted])
+            tokens = iter(self._sampler.sample(logits_SV, wanted))
         return [
             self._prompts.add_logprobs(next(tokens), item)
             if item.sequence.needs_token

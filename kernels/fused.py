@@ -146,7 +146,7 @@ class PackedAdapter:
     """
 
     def __init__(self, layers: Sequence[Mapping[str, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]]) -> None:
-        self._table = (_Site * (len(SITES) * len(layers)))()
+        self._table: object = (table := (_Site * (len(SITES) * len(layers)))())
         self._kept: list[Tensor] = []
         for index, pairs in enumerate(layers):
             for number, name in enumerate(SITES):
@@ -154,14 +154,25 @@ class PackedAdapter:
                     continue
                 a_RM, b_NR, gain_N, shift_N = pairs[name]
                 a, b = a_RM.contiguous(), b_NR.T.contiguous()
-                site = self._table[index * len(SITES) + number]
+                site = table[index * len(SITES) + number]
                 site.a, site.b, site.rank = a.data_ptr(), b.data_ptr(), a.shape[0]
                 self._kept += [a, b]
                 for key, vector in (("gain", gain_N), ("shift", shift_N)):
                     if vector is not None:
                         self._kept.append(vector.float().contiguous())
                         setattr(site, key, self._kept[-1].data_ptr())
-        self.address = ctypes.addressof(self._table)
+        self.address = ctypes.addressof(table)
+
+    @classmethod
+    def at(cls, table_S5: Tensor, kept: Sequence[Tensor]) -> "PackedAdapter":
+        """Take a finished table: addresses of a, b, gain, shift (0: none) and the rank, for each layer's SITES in turn.
+
+        Shapes: int64 [len(SITES) · layers, 5]. a [R, in] and b [R, out] contiguous, of the decoder's dtype. Owns:
+        `kept`, the tensors at those addresses.
+        """
+        packed = cls(())
+        packed._table, packed._kept, packed.address = table_S5, [*kept], table_S5.data_ptr()
+        return packed
 
 
 class FusedDecoder:

@@ -35,7 +35,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "nl_linear_columns": (c_void_p, c_long, c_void_p, c_void_p, c_void_p, *[c_long] * 4, c_int, c_int),
     "nl_argmax": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
     "nl_attention": (c_void_p, c_long, *[c_void_p] * 3, c_long, *[c_void_p] * 3, *[c_long] * 9, *[c_float] * 2, c_int),
-    "nl_lora": (c_void_p, c_long, c_void_p, c_long, c_long, c_void_p, c_long, c_int),
+    "nl_lora": (c_void_p, c_long, c_void_p, c_long, c_long, c_void_p, c_long, c_int, c_int),
     "nl_decoder_layers": (c_void_p, c_void_p, c_long, c_long, c_void_p),
     "nl_quant_linear": (c_void_p, c_long, *[c_void_p] * 5, *[c_long] * 4, *[c_int] * 3),
     "nl_quant_rows": (*[c_void_p] * 5, *[c_long] * 4, *[c_int] * 2),
@@ -259,15 +259,16 @@ class LoraPart(ctypes.Structure):
 
 
 def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> bool:
-    """Accept any row strides; `b_NR` is read without a copy if it is the transpose of a contiguous [R, N]."""
-    lib, code = library(), CODES.get(y_TN.dtype)
-    if lib is None or code is None or x_TM.dtype != y_TN.dtype or not _has_plain_rows(y_TN, x_TM):
+    """Accept any row strides and y of x's dtype or float32; `b_NR` is read without a copy if it is the transpose of a
+    contiguous [R, N]."""
+    lib, code, y_code = library(), CODES.get(x_TM.dtype), CODES.get(y_TN.dtype)
+    if lib is None or code is None or y_code not in (code, 0) or not _has_plain_rows(y_TN, x_TM):
         return False
     parts = (LoraPart * len(segments))()
     kept = []
     for part, segment in zip(parts, segments, strict=True):
         a, b = segment.a_RM.contiguous(), segment.b_NR.T.contiguous()
-        if a.dtype != y_TN.dtype or b.dtype != y_TN.dtype or not 0 <= segment.start <= segment.end <= y_TN.shape[0]:
+        if a.dtype != x_TM.dtype or b.dtype != x_TM.dtype or not 0 <= segment.start <= segment.end <= y_TN.shape[0]:
             return False
         kept += [a, b]
         part.a, part.b, part.rank = a.data_ptr(), b.data_ptr(), a.shape[0]
@@ -277,5 +278,5 @@ def lora_add_(y_TN: Tensor, x_TM: Tensor, segments: Sequence[LoraSegment]) -> bo
                 setattr(part, name, kept[-1].data_ptr())
         part.start, part.end, part.num_outputs = segment.start, segment.end, y_TN.shape[1]
     x, y = (x_TM.data_ptr(), x_TM.stride(0)), (y_TN.data_ptr(), y_TN.stride(0))
-    lib.nl_lora(parts, len(segments), *x, x_TM.shape[1], *y, code)
+    lib.nl_lora(parts, len(segments), *x, x_TM.shape[1], *y, code, y_code)
     return True

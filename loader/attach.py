@@ -1,7 +1,7 @@
 """The two ways a checkpoint becomes tensors: from frames of the DRAM pool, or straight from its directory."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,18 +48,21 @@ def attach(
     return LoadedCheckpoint(manifest, target, copy)
 
 
-def load_directory(directory: Path, device: torch.device | str) -> LoadedCheckpoint:
+def load_directory(
+    directory: Path, device: torch.device | str, take: Callable[[Bytes], torch.Tensor] | None = None
+) -> LoadedCheckpoint:
     """Read a checkpoint into private memory, every digest checked: for adapters, tests and tools.
 
-    One of a single chunk is left in the page cache: an adapter that comes back costs no disk, and thousands of them no
-    frame of the pool. Raises CheckpointCorrupt naming the file when it is missing, of another size, or altered.
+    `take` lends memory: at least so many bytes, uint8, on a page boundary. One of a single chunk is left in the
+    page cache: an adapter that comes back costs no disk, and thousands of them no frame of the pool. Raises
+    CheckpointCorrupt naming the file when it is missing, of another size, or altered.
     """
     manifest = read_manifest(directory)
     is_small = len(manifest.chunk_digests) == 1
     file = WeightsFile(directory / WEIGHTS_NAME, manifest.num_bytes, is_kept=is_small)
     try:
-        buffer = mmap.mmap(-1, manifest.num_bytes)  # on page boundaries, as direct reads want it
-        with memoryview(buffer) as view:
+        data = _private(manifest.num_bytes) if take is None else take(manifest.num_bytes)[: manifest.num_bytes]
+        with memoryview(data.numpy()) as view:  # type: ignore[arg-type]
             for index, digest in enumerate(manifest.chunk_digests):
                 offset = index * manifest.chunk_bytes
                 with view[offset : offset + manifest.chunk_bytes] as chunk:
@@ -67,8 +70,12 @@ def load_directory(directory: Path, device: torch.device | str) -> LoadedCheckpo
                     check_digest(chunk, digest, f"{file.path}: chunk {index} (byte {offset})")
     finally:
         file.close()
-    data = torch.frombuffer(buffer, dtype=torch.uint8).to(device)
-    return LoadedCheckpoint(manifest, data, AllArrived())
+    return LoadedCheckpoint(manifest, data.to(device), AllArrived())
+
+
+def _private(num_bytes: Bytes) -> torch.Tensor:
+    """Fresh memory on page boundaries, as direct reads want it."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _check_frames(pool: MappedPool, manifest: Manifest, frames: Sequence[int]) -> None:

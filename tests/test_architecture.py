@@ -24,7 +24,20 @@ MAY_IMPORT = {
 }
 ROOMS = sorted(MAY_IMPORT)
 TORCH_ROOMS = {"kernels", "loader", "engine"}
-WORDS = {"types", "config", "events", "actions", "errors", "ids", "request", "model", "instance", "frames", "decoder"}
+WORDS = {
+    "types",
+    "config",
+    "events",
+    "actions",
+    "errors",
+    "ids",
+    "request",
+    "model",
+    "instance",
+    "frames",
+    "decoder",
+    "adapter_layout",
+}
 MINDS = {
     "checkpoint_store": {"tiers", "ssd", "estimate", "depth"},
     "protocol": {"step_time"},

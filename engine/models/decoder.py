@@ -12,7 +12,7 @@ from torch import Tensor
 from nearline import kernels
 from nearline.engine.kv_cache import KVCache
 from nearline.engine.models.layers import LayerWeights, Matrix, NormWeights, WeightReader
-from nearline.engine.models.lora import LoraPlan
+from nearline.engine.models.lora import HeadPlan, LoraPlan
 from nearline.engine.models.rope import RopeTable
 from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape, Rope
 from nearline.protocol import DecoderSpec
@@ -73,7 +73,7 @@ class Decoder:
         Shapes: token_ids_T, positions_T, slots_T [T]; returns [T, M] in the compute dtype. Positions must have been
         reserved. Raises CheckpointCorrupt if the bytes of a layer cannot come.
         """
-        residual_TM = self._embed(token_ids_T, positions_T)
+        residual_TM = self._embed(token_ids_T, positions_T, lora)
         step = _Step(positions_T, slots_T, meta, kv, lora)
         if self._fused is not None and self._fused.accepts(token_ids_T.shape[0]):
             self._run_fused(self._fused, residual_TM, step)
@@ -85,21 +85,25 @@ class Decoder:
             self._final_norm_M = self._reader.final_norm()
         return self._norm(residual_TM, self._final_norm_M)
 
-    def logits(self, hidden_BM: Tensor) -> Tensor:
+    def logits(self, hidden_BM: Tensor, heads: HeadPlan | None = None) -> Tensor:
         """Project hidden states onto the vocabulary. Shapes: [B, M] → [B, V] in fp32."""
         if self._head_VM is None:
             self._head_VM = self._reader.head()
         logits_BV = kernels.linear(hidden_BM, self._head_VM, out_dtype=torch.float32)
+        if heads is not None:
+            heads.change_(logits_BV, hidden_BM)
         if self.spec.logits_scale != 1.0:
             logits_BV *= self.spec.logits_scale
         cap = self.spec.logits_softcap
         return logits_BV if cap is None else logits_BV.div_(cap).tanh_().mul_(cap)
 
-    def _embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def _embed(self, token_ids_T: Tensor, positions_T: Tensor, lora: LoraPlan | None) -> Tensor:
         """Begin the residual stream: a fresh tensor, which the layers add to in place."""
         if self._embedding_VM is None:
             self._embedding_VM = self._reader.embedding()
         hidden_TM = kernels.embedding(token_ids_T, self._embedding_VM, self._dtype)
+        if lora is not None:
+            lora.embed_(hidden_TM, token_ids_T)
         if self._embedding_scale != 1.0:
             hidden_TM *= self._embedding_scale
         if self.spec.learned_positions:

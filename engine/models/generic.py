@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from nearline import kernels
 from nearline.engine.kv_cache import KVCache
 from nearline.engine.models.layers import Weights
-from nearline.engine.models.lora import LoraPlan
+from nearline.engine.models.lora import HeadPlan, LoraPlan
 from nearline.kernels import AttentionMeta
 from nearline.protocol import DecoderSpec
 from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
@@ -89,7 +89,7 @@ class GenericDecoder:
         return hidden_TM
 
     @torch.inference_mode()
-    def logits(self, hidden_BM: Tensor) -> Tensor:
+    def logits(self, hidden_BM: Tensor, heads: HeadPlan | None = None) -> Tensor:
         """Project hidden states onto the vocabulary, scaled and capped as the family does. Shapes: [B, V] in fp32."""
         self._hidden.state_1BM = hidden_BM[None]
         logits: Tensor = self._head(input_ids=None, use_cache=False).logits[0]

@@ -98,7 +98,7 @@ static void adapt(const shape_t *s, const step_t *step, long layer, const buffer
             if (part.rank || part.gain || part.shift) b->parts[num_parts++] = part;
         }
     }
-    if (num_parts) lora_run(b->parts, num_parts, x, dim, dim, y, y_stride, s->dt);
+    if (num_parts) lora_run(b->parts, num_parts, x, dim, dim, y, y_stride, s->dt, s->dt);
 }
 
 typedef struct {

@@ -86,5 +86,6 @@ typedef struct {
     long rank, start, end, first_output, num_outputs;
 } lora_part;
 
+/* Neighbours in `parts` with the same rows share their reading of x; y is of x's type (dt) or float32. */
 void lora_run(const lora_part *parts, long num_parts, const void *x, long x_stride, long dim, void *y, long y_stride,
-              int dt);
+              int dt, int y_dt);

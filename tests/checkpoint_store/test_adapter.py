@@ -68,20 +68,29 @@ def refused(root: Path, source: Path, base: Digest | None, error: type[NearlineE
 
 
 def deltas(directory: Path) -> dict[str, torch.Tensor]:
-    """What our files say each base weight changes by: scaling · B A."""
+    """What our files say each base weight changes by: scaling · B A, read by the layout's own words."""
     modules = json.loads((directory / "adapter.json").read_text())["modules"]
     raw = read_raw(directory / WEIGHTS_NAME)
+    assert raw["matrices"][0] == "F32"
+    sites = np.frombuffer(raw["sites"][2], np.int64).reshape(raw["sites"][1])
     result = {}
-    for name, module in modules.items():
+    for row, (at_a, at_b, _gain, _shift, rank, num_in, num_out) in enumerate(sites.tolist()):
+        if not rank:
+            continue
         a, b = (
-            torch.from_numpy(np.frombuffer(raw[f"{name}.lora_{side}"][2], np.float32).copy()).reshape(
-                raw[f"{name}.lora_{side}"][1]
-            )
-            for side in "AB"
+            np.frombuffer(raw["matrices"][2], np.float32, rank * width, at).reshape(rank, width)
+            for at, width in ((at_a, num_in), (at_b, num_out))
         )
-        assert (a.shape[0], b.shape[1]) == (module["rank"], module["rank"])
-        result[name] = module["scaling"] * b @ a
+        name = site_name(row)
+        assert modules[name]["rank"] == rank
+        result[name] = torch.from_numpy(b.T @ a)
+    assert result.keys() == {name for name, module in modules.items() if module["rank"]}
     return result
+
+
+def site_name(row: int) -> str:
+    projection = ALL[row % 7]
+    return f"model.layers.{row // 7}.{'self_attn' if row % 7 < 4 else 'mlp'}.{projection}"
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -126,7 +135,7 @@ def test_an_adapters_info_names_its_base_and_its_files(root: Path, base: Digest,
     assert import_adapter(root, source, base).info.files == (*info.files, "tokenizer_config.json")
 
 
-def test_tensors_stand_in_execution_order_a_before_b_in_their_own_dtype(
+def test_matrices_lie_in_execution_order_those_of_one_input_together_in_the_bases_dtype(
     root: Path, base: Digest, make: Callable[..., Path]
 ) -> None:
     source = make(r=2)
@@ -135,11 +144,25 @@ def test_tensors_stand_in_execution_order_a_before_b_in_their_own_dtype(
     quiet = {name: (dtype, shape, b"\x12\x3f" * (len(data) // 2)) for name, (dtype, shape, data) in half.items()}
     write_raw(source / WEIGHTS, dict(sorted(quiet.items(), reverse=True)))
     manifest = import_adapter(root, source, base)
-    modules = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    expected = [f"model.layers.{i}.{m}.lora_{side}" for i in (0, 1) for m in modules for side in "AB"]
-    assert [entry.name for entry in manifest.tensors] == expected
-    assert {entry.dtype for entry in manifest.tensors} == {"BF16"}
-    assert manifest.info.dtype == "bfloat16"
+    assert [(entry.name, entry.dtype) for entry in manifest.tensors] == [("matrices", "F32"), ("sites", "I64")]
+    assert manifest.info.dtype == "float32"
+    sites = np.frombuffer(read_raw(published(root, manifest) / WEIGHTS_NAME)["sites"][2], np.int64).reshape(-1, 7)
+    groups = [(0, 1, 2), (3,), (4, 5), (6,)]
+    order = [sites[7 * layer + i, side] for layer in (0, 1) for group in groups for side in (0, 1) for i in group]
+    assert order == sorted(order)
+    assert sites[1, 0] == sites[0, 0] + 2 * 64 * 4, "A of k follows A of q"
+
+
+def test_numbers_beyond_the_bases_dtype_are_refused(
+    root: Path, base_dir: Path, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    half = AutoModelForCausalLM.from_pretrained(base_dir).to(torch.float16)
+    half.save_pretrained(tmp_path / "half")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "half" / name).write_bytes((base_dir / name).read_bytes())
+    base, source = import_model(root, tmp_path / "half").digest, make(r=2)
+    change(source, B=f32(64, 2, fill=1e6))
+    assert "do not fit the base's dtype F16" in refused(root, source, base, CheckpointCorrupt)
 
 
 def test_the_same_adapter_for_another_base_is_another_checkpoint(
@@ -165,7 +188,6 @@ def test_an_adapter_whose_b_is_still_zero_is_served(root: Path, base: Digest, ma
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
@@ -218,12 +240,17 @@ def test_an_extended_vocabulary_is_refused_with_both_sizes(root: Path, base: Dig
         assert "has 275 tokens, the base 272" in message
 
 
-@pytest.mark.parametrize("modules", [["embed_tokens"], ["q_proj", "lm_head"]])
-def test_lora_on_embeddings_or_the_head_is_refused_by_tensor_name(
-    root: Path, base: Digest, make: Callable[..., Path], modules: list[str]
+def test_a_replaced_module_other_than_embedding_and_head_is_refused_by_name(
+    root: Path, base: Digest, make: Callable[..., Path]
 ) -> None:
-    source = make(r=2, target_modules=modules)
-    assert modules[-1] in refused(root, source, base, UnsupportedCheckpoint)
+    source = make(r=2)
+    edit_json(source / "adapter_config.json", modules_to_save=["lm_head", "norm"])
+    assert "replaces norm (modules_to_save)" in refused(root, source, base, UnsupportedCheckpoint)
+
+
+def test_dora_on_the_head_is_refused(root: Path, base: Digest, make: Callable[..., Path]) -> None:
+    source = make(r=2, target_modules=["lm_head"], use_dora=True)
+    assert "lm_head" in refused(root, source, base, UnsupportedCheckpoint)
 
 
 def change(source: Path, **changes: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.engine import EngineCore, FreeAdapter
+from nearline.engine.adapter_memory import AdapterMemory
 from nearline.engine.instance import BoundInstance, EngineHabits
 from nearline.loader import MappedPool
 from nearline.protocol import CheckpointKind, Digest, InstanceSpec, ModelId, RequestId, SequenceUpdate
@@ -32,6 +33,7 @@ class Life:
 
     def __init__(self, instance: BoundInstance, directories: dict[str, Path]) -> None:
         self.instance, self.directories = instance, directories
+        self.memory = AdapterMemory()
         self.reads: list[str] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceUpdate] = {}
@@ -57,7 +59,7 @@ class Life:
                 continue
             self.reads.append(action.digest)
             try:
-                num_bytes = self.instance.read_adapter(action.digest, action.directory)()
+                num_bytes = self.instance.read_adapter(action.digest, action.directory)(self.memory)
             except Exception as error:
                 self.hear(self.instance.core.adapter_failed(action.digest, ErrorInfo.of(error), time.monotonic()))
             else:

@@ -69,7 +69,7 @@ def test_an_adapter_equals_peft(
     digest = import_checkpoint(tmp_path, CheckpointKind.ADAPTER, str(tmp_path / "adapter"), base).digest
     harness, tokens = bind_directory(tmp_path / "checkpoints" / base, make_harness), list(range(3, 40))
     directory = tmp_path / "checkpoints" / digest
-    harness.runner.adapters.load(Digest(digest), load_directory(directory, "cpu"), directory)
+    harness.runner.adapters.load(Digest(digest), load_directory(directory, "cpu"))
     plain = harness.logits(tokens)
     with torch.inference_mode():
         expected = peft(torch.tensor([tokens])).logits[0]

@@ -66,7 +66,7 @@ class Fleet:
     def load(self, name: str, root: Path) -> int:
         directory = root / "checkpoints" / self.digests[name]
         adapters = self.harness.runner.adapters
-        used: int = adapters.load(Digest(self.digests[name]), load_directory(directory, "cpu"), directory).num_bytes
+        used: int = adapters.load(Digest(self.digests[name]), load_directory(directory, "cpu")).num_bytes
         return used
 
     def oracle(self, name: str | None, tokens: list[int]) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_trained_biases_and_magnitudes_over_biases_are_pefts(
     peft.save_pretrained(tmp_path / "adapter")
     digest = import_checkpoint(tmp_path, CheckpointKind.ADAPTER, str(tmp_path / "adapter"), base).digest
     directory = tmp_path / "checkpoints" / digest
-    harness.runner.adapters.load(digest, load_directory(directory, "cpu"), directory)
+    harness.runner.adapters.load(digest, load_directory(directory, "cpu"))
     with torch.inference_mode():
         expected = peft(torch.tensor([tokens])).logits[0]
     mixed = harness.logits_together([harness.sequence(tokens, adapter=digest), harness.sequence(tokens)])
@@ -221,10 +221,10 @@ def test_an_adapter_of_another_base_is_refused(
     directory = fleet.root / "checkpoints" / fleet.digests["plain"]
     wider = bind(tiny_model("Llama", vocab_size=259, hidden_size=96, head_dim=16, num_attention_heads=6))
     with pytest.raises(AdapterMismatch, match=r"q_proj.*trained for another base"):
-        wider.runner.adapters.load(Digest("a" * 32), load_directory(directory, "cpu"), directory)
+        wider.runner.adapters.load(Digest("a" * 32), load_directory(directory, "cpu"))
     shallower = bind(tiny_model("Llama", vocab_size=259, num_hidden_layers=2))
     with pytest.raises(AdapterMismatch, match=r"model\.layers\.2"):
-        shallower.runner.adapters.load(Digest("a" * 32), load_directory(directory, "cpu"), directory)
+        shallower.runner.adapters.load(Digest("a" * 32), load_directory(directory, "cpu"))
     assert shallower.runner.adapters.digests == ()
 
 
@@ -234,7 +234,7 @@ def test_a_bfloat16_base_takes_a_float32_adapter(
     """Bound: the root mean square error against float32 is at most twice that of the bfloat16 base itself."""
     harness, tokens = bind(tiny_model("Llama", vocab_size=259, dtype=torch.bfloat16)), prompt(40)
     directory = fleet.root / "checkpoints" / fleet.digests["plain"]
-    harness.runner.adapters.load(Digest("a" * 32), load_directory(directory, "cpu"), directory)
+    harness.runner.adapters.load(Digest("a" * 32), load_directory(directory, "cpu"))
     error = (harness.logits(tokens, adapter="a" * 32) - fleet.oracle("plain", tokens)).square().mean().sqrt()
     base_error = (harness.logits(tokens) - fleet.oracle(None, tokens)).square().mean().sqrt()
     assert error <= 2 * base_error

@@ -29,8 +29,7 @@ from nearline.checkpoint_store import WEIGHTS_NAME
 from nearline.protocol import Digest
 
 NUM_THREADS = 2
-PROMPT_TOKENS = 256
-SECTIONS = ("readers", "tmpfs", "dram", "import", "engine")
+PROMPT_TOKENS = 64
 
 
 class Rival:
@@ -111,9 +110,8 @@ def measured_import(bench: Bench, folder: str) -> Digest:
     return digest
 
 
-def measure_readers(bench: Bench) -> None:
-    """Cold, from one file and from shards, then warm: ours between the rivals, fio before and after."""
-    store = Store(bench.root, bench.num_bytes + (64 << 20))
+def measure_readers(bench: Bench, store: Store) -> None:
+    """Cold, from one file and from shards, then warm: fio, ours, the rivals."""
     rivals: dict[str, Rival] = {}
     try:
         store.load(bench.digests[0])  # the first load after an import checks digests
@@ -126,7 +124,6 @@ def measure_readers(bench: Bench) -> None:
     finally:
         for rival in rivals.values():
             rival.close()
-        store.close()
 
 
 def _readers_round(bench: Bench, store: Store, rivals: dict[str, Rival]) -> dict[str, float]:
@@ -192,22 +189,17 @@ def measure_tmpfs(bench: Bench) -> None:
             store.close()
 
 
-def measure_dram(bench: Bench) -> None:
+def measure_dram(bench: Bench, store: Store) -> None:
     """From DRAM to tensors in a process that waits to be bound: the big checkpoint and one a tenth of it."""
-    store = Store(bench.root, int(1.2 * bench.num_bytes) + (64 << 20))
-    try:
-        for digest in (bench.digests[0], bench.small):
-            store.load(digest)
-        for _ in range(2 * bench.num_rounds):
-            big, small = store.load(bench.digests[0]), store.load(bench.small)
-            bench.add("dram", {"big": big.attached_s, "small": small.attached_s, "big touched": big.usable_s})
-    finally:
-        store.close()
+    for digest in (bench.digests[0], bench.small):
+        store.load(digest)
+    for _ in range(2 * bench.num_rounds):
+        big, small = store.load(bench.digests[0]), store.load(bench.small)
+        bench.add("dram", {"big": big.attached_s, "small": small.attached_s, "big touched": big.usable_s})
 
 
-def measure_engine(bench: Bench) -> None:
+def measure_engine(bench: Bench, store: Store) -> None:
     """A real engine process: first tokens while bytes arrive, and two models taking turns."""
-    store = Store(bench.root, 2 * bench.num_bytes + (96 << 20))
     engine = Engine(store.store, NUM_THREADS)
     vocab = int(str(bench.config["vocab_size"]))
     try:
@@ -226,7 +218,6 @@ def measure_engine(bench: Bench) -> None:
             engine.stop()
     finally:
         engine.close()
-        store.close()
 
 
 def _swap(bench: Bench, engine: Engine, target: Digest) -> dict[str, float]:
@@ -259,20 +250,32 @@ def measure_imports(bench: Bench) -> None:
     measured_import(bench, "one-file")
 
 
-MEASURES: dict[str, Callable[[Bench], None]] = {
+ON_DISK: dict[str, Callable[[Bench, Store], None]] = {
     "readers": measure_readers,
-    "tmpfs": measure_tmpfs,
     "dram": measure_dram,
-    "import": measure_imports,
     "engine": measure_engine,
 }
+ALONE: dict[str, Callable[[Bench], None]] = {"tmpfs": measure_tmpfs, "import": measure_imports}
 
 
 def measure(bench: Bench, num_bytes: int, sections: list[str]) -> None:
+    _say("preparing")
     prepare(bench, num_bytes)
-    for section in sections:
-        print(f"{time.strftime('%H:%M:%S')} {section}", flush=True)
-        MEASURES[section](bench)
+    if ON_DISK.keys() & sections:
+        store = Store(bench.root, 2 * bench.num_bytes + bench.num_bytes // 5 + (96 << 20))
+        try:
+            for section in [name for name in ON_DISK if name in sections]:
+                _say(section)
+                ON_DISK[section](bench, store)
+        finally:
+            store.close()
+    for section in [name for name in ALONE if name in sections]:
+        _say(section)
+        ALONE[section](bench)
+
+
+def _say(section: str) -> None:
+    print(time.strftime("%H:%M:%S"), section, flush=True)
 
 
 def _options() -> argparse.Namespace:
@@ -280,7 +283,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gb", type=float, default=3.0, help="size of the checkpoint")
     parser.add_argument("--quick", action="store_true", help="a small checkpoint and one round, to see that it works")
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--only", nargs="*", choices=[*ON_DISK, *ALONE], default=[*ON_DISK, *ALONE])
     parser.add_argument("--rivals", nargs="*", choices=list(READERS), default=list(READERS))
     parser.add_argument("--work", type=Path, help="folder on the disk to measure (default: a temporary one)")
     parser.add_argument("--results", type=Path, default=record.RESULTS)

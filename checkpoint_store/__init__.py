@@ -6,6 +6,7 @@ the store's threads nor its libraries.
 
 from typing import TYPE_CHECKING, Any
 
+from nearline.checkpoint_store import futex
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.estimate import Bandwidths
 from nearline.checkpoint_store.lease import Lease, ReadStats
@@ -53,6 +54,7 @@ __all__ = [
     "TensorEntry",
     "WeightsFile",
     "check_digest",
+    "futex",
     "read_manifest",
     "resolve_pool_frames",
     "write_manifest",

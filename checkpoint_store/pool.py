@@ -11,6 +11,7 @@ import threading
 
 import structlog
 
+from nearline.checkpoint_store import futex
 from nearline.protocol import Bytes
 from nearline.protocol.frames import PoolLayout
 
@@ -38,6 +39,7 @@ class DramPool:
         self._memory = mmap.mmap(self.fd, self.num_bytes)
         self._view = memoryview(self._memory)
         self._ready = mmap.mmap(self.ready_fd, num_frames)
+        self._ready_address = ctypes.addressof(ctypes.c_char.from_buffer(self._ready))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._advise()
         self._touch_ahead_bytes = touch_ahead_bytes
@@ -62,8 +64,12 @@ class DramPool:
         return self._ready[index]
 
     def set_ready(self, index: int, value: int) -> None:
-        """Publish a frame's state to every process that maps the ready bytes. The frame's bytes come first."""
+        """Publish a frame's state to every process that maps the ready bytes, and wake those that wait for it.
+
+        The frame's bytes come first.
+        """
         self._ready[index] = value
+        futex.wake(self._ready_address + index // futex.WORD_BYTES * futex.WORD_BYTES)
 
     def expect_use(self, num_frames: int) -> None:
         """Tell the toucher that the first `num_frames` frames are or will be in use; it stays ahead of them."""

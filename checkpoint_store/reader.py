@@ -4,6 +4,7 @@ Knows files and frames; who wants a chunk and why is the store's business. Jobs 
 within a job chunks are taken in order by whichever thread is free, so they finish in order.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile, check
 from nearline.protocol import Bytes, Digest, Seconds
 from nearline.protocol.errors import CheckpointCorrupt
 
+_NUM_CORES = len(os.sched_getaffinity(0))
 _WINDOW_CHUNKS = 16
 """Chunks per bandwidth measurement."""
 log = structlog.get_logger()
@@ -67,6 +69,12 @@ class ReadJob:
     @property
     def is_verifying(self) -> bool:
         return self.stamp is None or self.stamp != self.trusted_stamp
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more reader makes it faster: what the processor copies gains nothing beyond its cores."""
+        is_copied = self._file is not None and not self._file.is_direct
+        return bool(self.queue) and (not is_copied or self.num_active < _NUM_CORES)
 
     def file(self) -> WeightsFile:
         with self._file_lock:
@@ -166,10 +174,10 @@ class ChunkReader:
                 self._on_window(*window)
 
     def _has_work(self) -> bool:
-        return self._num_active < self._depth.num_readers and any(job.queue for job in self._jobs)
+        return self._num_active < self._depth.num_readers and any(job.has_place for job in self._jobs)
 
     def _next_job(self) -> ReadJob:
-        with_chunks = [job for job in self._jobs if job.queue]
+        with_chunks = [job for job in self._jobs if job.has_place]
         return next((job for job in with_chunks if job.is_urgent), with_chunks[0])
 
     def _retire(self, job: ReadJob) -> None:

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from nearline.loader.addresses import MAP_FIXED, TABLE_BYTES, map_range, reserve, unmap_range
@@ -37,6 +38,7 @@ class MappedPool:
         self.fd = pool_fd
         self.layout = layout
         self.ready = mmap.mmap(ready_fd, layout.num_frames, prot=mmap.PROT_READ)
+        self.ready_address = np.frombuffer(self.ready, np.uint8).ctypes.data
         self._pinned: PinnedFrames | None = None
         self._window: PoolWindow | None = None
 

@@ -1,15 +1,18 @@
 """Follows the reader: which chunks of a checkpoint have arrived in their frames."""
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from nearline.checkpoint_store import FRAME_FAILED, FRAME_READY
+from nearline.checkpoint_store import FRAME_FAILED, FRAME_READY, futex
 from nearline.loader.mapping import MappedPool
 from nearline.protocol import Seconds
 from nearline.protocol.errors import CheckpointCorrupt, InstanceFailed
 
-_FIRST_SLEEP_S, _MAX_SLEEP_S = 50e-6, 1e-3
+_LOOK_AGAIN_S: Seconds = 0.02
+"""A wait that nobody wakes looks again after this long: for a close, for a stall, or where waking is not known."""
+_BLIND_LOOK_S: Seconds = 1e-3
 
 
 class Arrival(Protocol):
@@ -73,7 +76,8 @@ class FrameArrival:
 
     def _wait_one(self, index: int) -> None:
         frame = self._frames[index]
-        sleep_s, seen, moved_at = _FIRST_SLEEP_S, self._pool.ready[:], time.monotonic()
+        seen, moved_at = self._pool.ready[:], time.monotonic()
+        start = frame // futex.WORD_BYTES * futex.WORD_BYTES
         while (state := self._pool.ready[frame]) != FRAME_READY:
             if state == FRAME_FAILED:
                 raise CheckpointCorrupt(
@@ -82,8 +86,11 @@ class FrameArrival:
                 )
             if self._is_closed:
                 raise InstanceFailed(f"checkpoint {self._name} was closed while it was loading")
-            time.sleep(sleep_s)
-            sleep_s = min(sleep_s * 2, _MAX_SLEEP_S)
+            word = seen[start : start + futex.WORD_BYTES].ljust(futex.WORD_BYTES, b"\0")
+            if futex.CAN_WAIT:
+                futex.wait(self._pool.ready_address + start, int.from_bytes(word, sys.byteorder), _LOOK_AGAIN_S)
+            else:
+                time.sleep(_BLIND_LOOK_S)
             now, current = time.monotonic(), self._pool.ready[:]
             if current != seen:
                 seen, moved_at = current, now

@@ -5,6 +5,8 @@ from pathlib import Path
 from nearline.checkpoint_store.adapter import draft_adapter
 from nearline.checkpoint_store.convert_model import draft_model
 from nearline.checkpoint_store.convert_types import Draft, Reporter
+from nearline.checkpoint_store.peer_source import PEER
+from nearline.checkpoint_store.peers import copy_from_peers
 from nearline.checkpoint_store.publish import publish
 from nearline.checkpoint_store.publish_linked import publish_linked
 from nearline.checkpoint_store.quantize import quantised
@@ -27,6 +29,8 @@ def import_checkpoint(
     nothing of a failed import stays.
     """
     reporter = reporter or Reporter()
+    if source.startswith(PEER):
+        return copy_from_peers(root, source, reporter)
     wanted, source = split_source(source)
     if wanted is not None and (kind is not CheckpointKind.MODEL or source.startswith(AS_IS)):
         what = "an adapter" if kind is not CheckpointKind.MODEL else "a model served as it is"

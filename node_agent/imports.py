@@ -6,6 +6,7 @@ What was evicted from SSD comes back the same way, from where it came first.
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from nearline.checkpoint_store import CheckpointStore, Room
+from nearline.checkpoint_store import TOKEN_VARIABLE, CheckpointStore, Room, peer_source
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain, to_plain
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, Fault, NearlineError
 from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
@@ -40,7 +41,12 @@ class _Job:
 class Imports:
     """Owns the import subprocesses, which ask the store for room. `send` passes messages to the controller."""
 
-    def __init__(self, root: Path, send: Callable[[object], None], store: CheckpointStore) -> None:
+    def __init__(
+        self, root: Path, send: Callable[[object], None], store: CheckpointStore, token: str | None = None
+    ) -> None:
+        """`token` is what other nodes want to hear before they give a chunk."""
+        self._environment = os.environ | ({TOKEN_VARIABLE: token} if token else {})
+        self._peers: dict[Digest, tuple[str, ...]] = {}
         self._root = root
         self._send = send
         self._store = store
@@ -66,15 +72,24 @@ class Imports:
                     del self._jobs[key]
                     job.runner.cancel()
 
+    def tell_peers(self, digest: Digest, peers: tuple[str, ...]) -> None:
+        """Remember which nodes hold a checkpoint, in case it must be fetched."""
+        self._peers[digest] = peers
+
     async def fetch(self, digest: Digest) -> None:
-        """Import a checkpoint again that was evicted from SSD. Raises what the import raises, or CheckpointCorrupt when
-        the source holds something else by now."""
+        """Bring back a checkpoint that was evicted from SSD: from another node if one has it, else from its source.
+
+        Raises what the import raises, or CheckpointCorrupt when the source holds something else by now.
+        """
         info = self._store.manifest(digest).info
-        log.info("fetching a checkpoint again", digest=digest, source=info.source)
-        wish = ImportCheckpoint(TaskId(f"fetch-{digest}"), info.kind, info.source, info.base_digest)
+        peers = self._peers.get(digest, ())
         async with self._room:
             if not self._store.is_remote(digest):  # somebody else brought it meanwhile
                 return
+            if peers and await self._fetch_from(peers, info):
+                return
+            log.info("fetching a checkpoint again", digest=digest, source=info.source)
+            wish = ImportCheckpoint(TaskId(f"fetch-{digest}"), info.kind, info.source, info.base_digest)
             known = {manifest.digest for manifest in self._store.checkpoints()}
             found = await self._import(_Job(wish))
         if found.digest != digest:
@@ -84,6 +99,17 @@ class Imports:
                 f"{info.source} is not what it was: it makes checkpoint {found.digest}, {digest} was imported from it; "
                 "register the model again"
             )
+
+    async def _fetch_from(self, peers: tuple[str, ...], info: CheckpointInfo) -> bool:
+        """Copy a checkpoint from other nodes; False if they do not give it, for whatever reason."""
+        source = peer_source(info.digest, peers)
+        log.info("fetching a checkpoint from peers", digest=info.digest, peers=peers)
+        try:
+            await self._import(_Job(ImportCheckpoint(TaskId(f"fetch-{info.digest}"), info.kind, source)))
+        except NearlineError as error:
+            log.warning("no peer gives the checkpoint", digest=info.digest, code=error.code, error=error.message)
+            return False
+        return True
 
     async def close(self) -> None:
         """End all imports and wait until their processes are gone."""
@@ -119,6 +145,7 @@ class Imports:
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
             start_new_session=True,
+            env=self._environment,
         )
         rooms: list[Room] = []
         try:

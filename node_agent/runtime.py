@@ -56,7 +56,7 @@ class NodeRuntime:
         self._reporting: asyncio.TimerHandle | None = None
         self._core_config = resolve(config, hardware)
         self._core = NodeCore(self._core_config)
-        self._imports = Imports(config.data_dir / "store", self._send_outcome, store)
+        self._imports = Imports(config.data_dir / "store", self._send_outcome, store, config.token)
         self._leases = Leases(store, self._inbox.put_nowait, self._imports.fetch)
         pool = store.pool
         self._supervisor = Supervisor(
@@ -132,7 +132,7 @@ class NodeRuntime:
         return {
             ev.EngineExited: self._engine_exited,
             fr.Welcome: self._welcome,
-            fr.EnsureInstance: lambda m: self._decide(ev.EnsureWished(m.spec, self._checkpoint(m.spec.digest))),
+            fr.EnsureInstance: self._ensure,
             fr.StopInstance: lambda m: self._decide(ev.StopWished(m.instance_id, m.drain_s)),
             fr.Submit: self._submit,
             fr.Abort: self._relay.abort,
@@ -143,6 +143,10 @@ class NodeRuntime:
             fr.EvictCheckpoint: self._errands.evict,
             fr.VerifyCheckpoint: self._errands.verify,
         }
+
+    def _ensure(self, message: fr.EnsureInstance) -> None:
+        self._imports.tell_peers(message.spec.digest, message.peers)
+        self._decide(ev.EnsureWished(message.spec, self._checkpoint(message.spec.digest)))
 
     def _engine_exited(self, event: ev.EngineExited) -> None:
         self._decide(event)  # answers its sequences, so the relay forgets it only afterwards

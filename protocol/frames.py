@@ -31,9 +31,13 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class EnsureInstance:
-    """Run this instance. Idempotent: an id that already runs or has ended is answered with its status."""
+    """Run this instance. Idempotent: an id that already runs or has ended is answered with its status.
+
+    `peers` are the HTTP addresses of nodes that hold the whole checkpoint, from which missing bytes may come.
+    """
 
     spec: InstanceSpec
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,14 @@
+"""How a checkpoint on other nodes is named as a source, and what says that we may have it. Pure."""
+
+from collections.abc import Sequence
+
+from nearline.protocol import Digest
+
+PEER = "peer:"
+TOKEN_VARIABLE = "NEARLINE_CLUSTER_TOKEN"
+"""Environment variable with the token that nodes want of each other."""
+
+
+def peer_source(digest: Digest, urls: Sequence[str]) -> str:
+    """Write the source that names a checkpoint on these nodes."""
+    return f"{PEER}{digest}@{','.join(urls)}"

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
+from nearline.engine.decode_graphs import CudaGraphs, DecodeGraphs
 from nearline.engine.grammars import Grammars
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, HostStore, KVCache
+from nearline.engine.models.decoder import Decoder
 from nearline.engine.models.kinds import decoder_of
 from nearline.engine.models.layers import Weights, compute_dtype
 from nearline.engine.models.lora import AdapterPool
@@ -45,6 +47,8 @@ class RunnerConfig:
     """Tokens that `min_tokens` holds back and with which a grammar may end."""
     tokenizer: Path | None = None
     """The checkpoint's tokenizer.json, for grammars only."""
+    is_recorded: bool = True
+    """Whether decoding steps are recorded and replayed on a device that can (CUDA graphs)."""
 
 
 class Runner:
@@ -71,6 +75,9 @@ class Runner:
         self.grammars = Grammars(config.tokenizer, spec.vocab_size, config.eos_token_ids)
         self._sampler = Sampler(config.eos_token_ids, self.grammars)
         self._prompts = PromptReader(lambda rows_TM, sequence: self.logits(rows_TM, [sequence] * len(rows_TM)))
+        self._graphs: DecodeGraphs | None = None
+        if config.is_recorded and self._device.type == "cuda" and isinstance(self.decoder, Decoder):
+            self._graphs = DecodeGraphs(self.decoder, self.kv, CudaGraphs(self._device))
 
     @property
     def num_blocks(self) -> int:
@@ -136,6 +143,9 @@ class Runner:
         return self.decoder.logits(hidden_SM, self.adapters.heads([s.request.adapter_digest for s in sequences]))
 
     def _step(self, items: Seq[BatchItem]) -> list[SampledToken]:
+        replayed_BV = None if self._graphs is None else self._graphs.logits(items)
+        if replayed_BV is not None:
+            return self._sampler.sample(replayed_BV, items)
         hidden_TM, step = self.hidden(items)
         self._prompts.read(hidden_TM, items)
         sampled = [item for item in items if item.is_sampled]

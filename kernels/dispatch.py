@@ -109,8 +109,18 @@ def linear(
     if isinstance(w_NM, QuantMatrix):
         done = quant_linear(x_TM, w_NM, bias_N, out_dtype)
         return reference.linear(x_TM, w_NM.dequantised(x_TM.dtype), bias_N, out_dtype) if done is None else done
+    if x_TM.is_cuda:
+        return _device_linear(x_TM, w_NM, bias_N, out_dtype or x_TM.dtype)
     done = native.linear(x_TM, w_NM, bias_N, out_dtype)
     return reference.linear(x_TM, w_NM, bias_N, out_dtype) if done is None else done
+
+
+def _device_linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Let the library sum in float32 and keep it: converting the head would copy a whole vocabulary each step."""
+    if out_dtype == x_TM.dtype:
+        return reference.linear(x_TM, w_NM, bias_N)
+    y_TN: Tensor = torch.mm(x_TM, w_NM.T, out_dtype=out_dtype)
+    return y_TN if bias_N is None else y_TN + bias_N
 
 
 def embedding(ids_T: Tensor, table_VM: Tensor | QuantMatrix, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,7 @@ MINDS = {
         "adapters",
         "admission",
         "validation",
+        "decode_shapes",
         "policy",
         "policy_mlfq",
         "policy_shortest",

@@ -11,7 +11,7 @@ import sys
 import time
 from types import FrameType
 
-from nearline.engine.config import PolicyName
+from nearline.engine.config import MergeMode, PolicyName
 
 PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def main() -> int:
         tpot_s=arguments.tpot_ms / 1e3,
         future_share=arguments.future_share,
         swap_bytes=arguments.swap_bytes,
+        merge=MergeMode(arguments.merge),
     )
     gc.collect()
     gc.freeze()  # torch's hundred thousand objects stay: no collection in the middle of a request walks them again
@@ -73,6 +74,12 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=0,
         help="host memory for the KV of preempted sequences (default: computed again)",
+    )
+    parser.add_argument(
+        "--merge",
+        choices=[*MergeMode],
+        default=MergeMode.NEVER,
+        help="run adapters on weights they are merged into (default: never; under auto near ties may fall otherwise)",
     )
     parser.add_argument("--no-prefix-cache", action="store_true", help="never reuse the KV of equal prefixes")
     return parser.parse_args()

@@ -15,6 +15,15 @@ class PolicyName(StrEnum):
     MLFQ = "mlfq"
 
 
+class MergeMode(StrEnum):
+    """When adapters run on weights they are merged into: `never`, `auto` (one that dominates, where it was measured
+    to gain), `always` (one at a time, in turns). Under `auto` neighbours may change tokens at near ties."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Sizes of one bound engine. Raises ValueError for sizes with which it could not make progress."""
@@ -46,6 +55,11 @@ class EngineConfig:
     """Bytes of one block over all layers."""
     copy_bytes_per_s: BytesPerSecond = 4e9
     """Rate at which blocks move to the host or back, > 0."""
+    merge: MergeMode = MergeMode.NEVER
+    merge_bytes: Bytes = 0
+    """Bytes of the merged copy, which are taken from the KV cache's; 0: nothing can be merged here."""
+    merge_max_wait_s: Seconds = 0.5
+    """Longest time that a merged adapter keeps others waiting in one go."""
     max_adapters: int = 32
     """Adapters on the device at once, ≥ 1."""
     max_adapter_bytes: Bytes = 1 << 30

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from nearline.engine.adapters import AdapterAction, AdapterTable
 from nearline.engine.block_manager import BlockManager, cache_root
-from nearline.engine.config import EngineConfig, PolicyName
+from nearline.engine.config import EngineConfig, MergeMode, PolicyName
+from nearline.engine.merge_turns import MergeTurns
 from nearline.engine.policy import FirstCome, Policy
 from nearline.engine.policy_mlfq import FeedbackQueue
 from nearline.engine.policy_shortest import ShortestFirst
@@ -52,6 +53,7 @@ class EngineCore:
         believed = config.step_time or StepTimeModel.guess(checkpoint.num_bytes)
         self.pace = StepPace(believed, is_profiled=config.step_time is not None)
         self.scheduler = Scheduler(config, self.blocks, self.adapters, _policy(config, self.pace), self.pace)
+        self._merge = MergeTurns(config) if config.merge is not MergeMode.NEVER and config.merge_bytes else None
         self.num_added = 0
         self.num_ended = 0
         self.checkpoint = checkpoint
@@ -115,8 +117,21 @@ class EngineCore:
         return sequence is not None
 
     def schedule(self, now: Seconds) -> Batch | None:
-        """Return the next step, or None if nothing can run until something happens."""
-        return self.scheduler.schedule(now)
+        """Return the next step, or None if nothing can run until something happens or a `wanted_copy` is made."""
+        if self._merge is None:
+            return self.scheduler.schedule(now)
+        waiting = [s for s in self.scheduler.waiting if self.adapters.can_start(s)]
+        return self._merge.schedule([*self.scheduler.running, *waiting], now, self.scheduler.schedule)
+
+    @property
+    def wanted_copy(self) -> Digest | None:
+        """The adapter that should be merged into a copy of the base, beside the steps."""
+        return None if self._merge is None else self._merge.wanted
+
+    def copy_made(self, digest: Digest | None, seconds: Seconds) -> None:
+        """Take in that the copy is now of this adapter (None: there is none), and how long making it took."""
+        if self._merge is not None:
+            self._merge.copy_made(digest, seconds)
 
     def commit(self, batch: Batch, sampled: Seq[SampledToken], now: Seconds) -> list[SequenceUpdate]:
         """Take in what a step computed: one SampledToken per item with `is_sampled`, in order."""
@@ -136,6 +151,8 @@ class EngineCore:
 
     def measured(self, batch: Batch, seconds: Seconds) -> None:
         """Take in how long a step took, so that the next ones are cut better."""
+        if self._merge is not None:
+            self._merge.measured(batch, seconds, self.pace.model.step_s(batch.work))
         self.pace.observe(batch.work, seconds)
 
     def fail(self, request_ids: Seq[RequestId], error: ErrorInfo, now: Seconds) -> list[SequenceUpdate]:

@@ -13,7 +13,7 @@ import torch
 
 from nearline import kernels
 from nearline.engine.adapter_memory import AdapterMemory
-from nearline.engine.config import EngineConfig, PolicyName
+from nearline.engine.config import EngineConfig, MergeMode, PolicyName
 from nearline.engine.core import EngineCore
 from nearline.engine.grammars import Grammars
 from nearline.engine.profiler import Profiler
@@ -25,6 +25,10 @@ from nearline.protocol.frames import Bind, ProfileInstance
 
 LOST = (CheckpointCorrupt, InstanceFailed)
 """What a step raises when the instance cannot go on: the model's bytes are bad, or they do not come."""
+_MERGE_SHARE = 0.1
+"""Share of a step's time by which a merged copy goes on after it; at least a layer."""
+_IDLE_MERGE_S: Seconds = 0.01
+"""Time between looks at the socket while nothing runs but the merging."""
 _GUESSED_COPY_BYTES_PER_S = 2e9
 """Rate at which blocks move to the host or back where it was not profiled."""
 log = logging.getLogger(__name__)
@@ -46,6 +50,7 @@ class EngineHabits:
     """Share of its declared remaining tokens for which a sequence must find room when it is admitted."""
     swap_bytes: Bytes = 0
     """Host memory for the KV of preempted sequences."""
+    merge: MergeMode = MergeMode.NEVER
 
 
 class BoundInstance:
@@ -57,6 +62,7 @@ class BoundInstance:
         self.spec: InstanceSpec = bind.spec
         self._habits = habits
         self._is_read = False
+        self._merge_s: Seconds = 0.0
         self._num_threads = bind.num_threads
         directory = Path(bind.manifest_path).parent
         self._loaded: LoadedCheckpoint = attach(pool, directory, bind.frames, habits.device)
@@ -65,6 +71,7 @@ class BoundInstance:
             settings = RunnerConfig(
                 kv_bytes=bind.kv_bytes,
                 host_bytes=habits.swap_bytes,
+                is_merging=habits.merge is not MergeMode.NEVER,
                 device=habits.device,
                 eos_token_ids=info.eos_token_ids,
                 tokenizer=directory / "tokenizer.json",
@@ -79,7 +86,7 @@ class BoundInstance:
         """Schedule, run, commit. None: nothing can run now. Raises one of LOST."""
         batch = self.core.schedule(clock())
         if batch is None:
-            return None
+            return [] if self._merge_more(clock, _IDLE_MERGE_S) else None
         # Steps that follow the reader measure the disk, not the model.
         self._is_read = is_read = self._is_read or self._loaded.is_complete()
         started_at = clock()
@@ -95,7 +102,24 @@ class BoundInstance:
             self.core.measured(batch, now - started_at)
         # Sequences that failed without an outcome end first: committed, their blocks would serve other sequences.
         failed = [update for one, why in self._runner.failed for update in self.core.fail([one], why, now)]
-        return failed + self.core.commit(batch, sampled, now)
+        updates = failed + self.core.commit(batch, sampled, now)
+        self._merge_more(clock, _MERGE_SHARE * (now - started_at))
+        return updates
+
+    def _merge_more(self, clock: Callable[[], Seconds], budget_s: Seconds) -> bool:
+        """Go on with the copy that is wanted, at least by a layer. Returns whether there was anything to do."""
+        wanted = self.core.wanted_copy
+        if wanted is None:
+            return False
+        started_at = clock()
+        is_whole = self._runner.merge(wanted, lambda: clock() < started_at + budget_s)
+        seconds, self._merge_s = self._merge_s + clock() - started_at, 0.0
+        if is_whole:
+            self.core.copy_made(wanted, seconds)
+            log.info("adapter %s is merged into a copy of the base, in %.0f ms of work", wanted, 1e3 * seconds)
+        else:
+            self._merge_s = seconds
+        return True
 
     def profiler(self, wish: ProfileInstance) -> Profiler:
         """Begin to measure what steps of this model take here."""
@@ -146,6 +170,8 @@ def _engine_config(runner: Runner, bind: Bind, habits: EngineHabits) -> EngineCo
         tpot_s=habits.tpot_s,
         step_time=profile.model if profile else None,
         policy=habits.policy,
+        merge=habits.merge,
+        merge_bytes=runner.merge_bytes,
         future_share=habits.future_share,
         num_host_blocks=runner.host.num_blocks,
         block_bytes=runner.kv.block_bytes,

@@ -1,11 +1,15 @@
 """When one adapter should run on weights it is merged into, alone, while the others wait. Pure.
 
 Merged weights are a private copy beside the base's, so going back costs nothing and restores nothing; only making the
-copy has a price. Credits are displaced seconds: an adapter gains one for each second its sequences could have run and
-did not, and pays it back by running. Stated bound: nobody who can run waits longer than `max_wait_s` and one step, and
-nobody runs less than half of the time from then on. Off until a measurement of this machine says what merging saves.
+copy has a price, and it is made beside unmerged steps. Credits are displaced seconds: an adapter gains one for each
+second its sequences could have run and did not, and pays it back by running. Stated bound: nobody who can run waits
+longer than `max_wait_s` and one step, and nobody runs less than half of the time from then on.
 Source: dLoRA (merged and unmerged batches, credits), with another scale: the published constants let a lone request
 wait for many minutes. Source: ski rental (buy when the rent paid equals the price: at most twice the best cost).
+
+Exactness. The weights of the copy are rounded, which unmerged steps do not do, so near ties may fall otherwise. NEVER
+and ALWAYS compute every token of an adapter in one way, whoever its neighbours are: tokens in a batch equal those
+alone. AUTO does not: which steps were merged depends on who else was there. It is therefore chosen, never a default.
 """
 
 from collections.abc import Mapping
@@ -27,23 +31,30 @@ class MergeCosts:
 class MergeLimits:
     """`min_saving`: the least share of a step that merging must save; `max_wait_s`: the longest displacement."""
 
-    min_saving: float = 0.1
+    min_saving: float = 0.02
     max_wait_s: Seconds = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class MergeDecision:
-    """Whom the next step serves: sequences of `merged` alone, on merged weights; or all, unmerged (None)."""
+    """Whom the next step serves: sequences of `merged` alone, on merged weights; or all, unmerged (None).
+
+    `wanted`: the adapter of which a copy should be made meanwhile. `is_base_only`: of the others only the base's own
+    sequences may run.
+    """
 
     merged: Digest | None
     reason: str
+    wanted: Digest | None = None
+    is_base_only: bool = False
 
 
 class MergePolicy:
-    """Decides step by step. `clock`: the caller's `now` never goes backwards; it asks before every step."""
+    """Decides step by step. `clock`: the caller's `now` never goes backwards; it asks before every step, and says by
+    `copy_made` when a copy is there. `costs` may be set again as more is measured."""
 
     def __init__(self, costs: MergeCosts, limits: MergeLimits = MergeLimits()) -> None:
-        self._costs, self._limits = costs, limits
+        self.costs, self._limits = costs, limits
         self._credits: dict[Digest | None, Seconds] = {}
         self._merged: Digest | None = None
         self._copied: Digest | None = None
@@ -55,6 +66,10 @@ class MergePolicy:
         """The adapter whose merged copy is kept."""
         return self._copied
 
+    def copy_made(self, adapter: Digest | None) -> None:
+        """Take in that the copy kept is now of this adapter (None: there is none)."""
+        self._copied = adapter
+
     def credit(self, adapter: Digest | None) -> Seconds:
         """Seconds of displacement an adapter (None: the base) has not been paid back."""
         return self._credits.get(adapter, 0.0)
@@ -62,11 +77,11 @@ class MergePolicy:
     def decide(self, runnable: Mapping[Digest | None, int], now: Seconds) -> MergeDecision:
         """Choose the mode of the next step for `runnable` sequences by adapter. Who is not runnable has no credit."""
         self._settle(runnable, now)
-        merged, reason = self._choose(runnable)
-        if merged is not None:
-            self._copied = merged
-        self._merged = merged
-        return MergeDecision(merged, reason)
+        chosen, reason = self._choose(runnable)
+        self._merged = chosen if chosen == self._copied else None
+        if chosen is not None and self._merged is None:
+            return MergeDecision(None, "its copy is being made", wanted=chosen)
+        return MergeDecision(self._merged, reason)
 
     def _settle(self, runnable: Mapping[Digest | None, int], now: Seconds) -> None:
         """Book the time since the last decision: displaced or paid back, and the rent of not merging."""
@@ -80,11 +95,11 @@ class MergePolicy:
                 self._credits[adapter] += passed
         dominant = self._dominant(runnable)
         renter, rent = self._rented
-        saved = passed * (1.0 - self._costs.speed) if self._merged is None else 0.0
+        saved = passed * (1.0 - self.costs.speed) if self._merged is None else 0.0
         self._rented = (dominant, rent + saved if dominant is not None and dominant == renter else 0.0)
 
     def _choose(self, runnable: Mapping[Digest | None, int]) -> tuple[Digest | None, str]:
-        if 1.0 - self._costs.speed < self._limits.min_saving:
+        if 1.0 - self.costs.speed < self._limits.min_saving:
             return None, "merging saves too little here"
         dominant = self._dominant(runnable)
         if dominant is None:
@@ -94,7 +109,7 @@ class MergePolicy:
             return None, "displaced for as long as is allowed"
         if self._merged != dominant and owed > 0.0:
             return None, "the displaced are paid back"
-        if self._copied != dominant and self._rented[1] < self._costs.merge_s:
+        if self._copied != dominant and self._rented[1] < self.costs.merge_s:
             return None, "not yet worth a copy"
         return dominant, "one adapter dominates"
 
@@ -102,6 +117,74 @@ class MergePolicy:
         """The adapter for which displacing all others still gains: its share of the batch exceeds the merged speed."""
         total = sum(runnable.values())
         for adapter, count in runnable.items():
-            if adapter is not None and count > total * self._costs.speed:
+            if adapter is not None and count > total * self.costs.speed:
                 return adapter
         return None
+
+
+class AlwaysMerged:
+    """Every adapter's steps are merged, one adapter at a time, in turns; the base's own sequences take turns too.
+
+    Stated bound: who can run waits at most (n - 1) · (`max_wait_s` + the time of a copy) and one step, n being those
+    who take turns. The door is MergePolicy's.
+    """
+
+    def __init__(self, limits: MergeLimits = MergeLimits()) -> None:
+        self.costs = MergeCosts()
+        self._limits = limits
+        self._copied: Digest | None = None
+        self._turn: Digest | None = None
+        self._until: Seconds = 0.0
+        self._waiting_since: dict[Digest | None, Seconds] = {}
+
+    def copy_made(self, adapter: Digest | None) -> None:
+        """Take in that the copy kept is now of this adapter (None: there is none)."""
+        self._copied = adapter
+
+    def decide(self, runnable: Mapping[Digest | None, int], now: Seconds) -> MergeDecision:
+        """Choose whose turn it is among those with `runnable` sequences."""
+        self._waiting_since = {adapter: self._waiting_since.get(adapter, now) for adapter in runnable}
+        if not runnable:
+            return MergeDecision(None, "nobody can run", is_base_only=True)
+        others = [adapter for adapter in runnable if adapter != self._turn]
+        if self._turn not in runnable or (others and now >= self._until):
+            self._turn = min(others, key=lambda adapter: (self._waiting_since[adapter], adapter or ""))
+            self._until = now + self._limits.max_wait_s
+        self._waiting_since[self._turn] = now
+        if self._turn is None:
+            return MergeDecision(None, "the base's turn", is_base_only=True)
+        if self._turn != self._copied:
+            self._until = now + self._limits.max_wait_s  # a turn begins when its copy is there
+            return MergeDecision(None, "its copy is being made", wanted=self._turn, is_base_only=True)
+        return MergeDecision(self._turn, "its turn")
+
+
+class MergeMeter:
+    """What merged and unmerged steps of one adapter cost on this device, as far as measured.
+
+    A step counts by its time over the time predicted for such a step, whatever its size. The base's own steps stand for
+    merged ones, which have the same shapes.
+    """
+
+    def __init__(self, extra_share: float, merge_s: Seconds) -> None:
+        """Begin with a guess: an adapter of `extra_share` of the base's weights costs twice that in time."""
+        self._slow, self._fast = 1.0 + 2.0 * extra_share, 1.0
+        self._merge_s = merge_s
+
+    @property
+    def costs(self) -> MergeCosts:
+        return MergeCosts(speed=min(1.0, self._fast / self._slow), merge_s=self._merge_s)
+
+    def step(self, is_merged: bool, ratio: float) -> None:
+        """Take in one decoding step of one adapter, or of the base alone: its time over the predicted one."""
+        if is_merged:
+            self._fast += _FADE * (min(ratio, _MOST) - self._fast)
+        else:
+            self._slow += _FADE * (min(ratio, _MOST) - self._slow)
+
+    def copy(self, seconds: Seconds) -> None:
+        """Take in what a whole copy took."""
+        self._merge_s += 0.5 * (seconds - self._merge_s)
+
+
+_FADE, _MOST = 0.05, 4.0

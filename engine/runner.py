@@ -4,7 +4,7 @@ One item's failure is that item's outcome; an exception inside a step is traced 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,17 @@ from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_ru
 from nearline.engine.decode_graphs import CudaGraphs, DecodeGraphs
 from nearline.engine.grammars import Grammars
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, HostStore, KVCache
+from nearline.engine.merge_turns import merge_refusal
 from nearline.engine.models.decoder import Decoder
 from nearline.engine.models.kinds import decoder_of
 from nearline.engine.models.layers import Weights, compute_dtype
 from nearline.engine.models.lora import AdapterPool
+from nearline.engine.models.merged import MergedDecoder
 from nearline.engine.prompt_reader import PromptReader
 from nearline.engine.sampler import Sampler
 from nearline.engine.sequence import Sequence
 from nearline.engine.types import Batch, BatchItem, SampledToken
-from nearline.protocol import Bytes, DecoderSpec, RequestId
+from nearline.protocol import Bytes, DecoderSpec, Digest, RequestId
 from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed, NearlineError, OutOfMemory
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ class RunnerConfig:
     """The checkpoint's tokenizer.json, for grammars only."""
     is_recorded: bool = True
     """Whether decoding steps are recorded and replayed on a device that can (CUDA graphs)."""
+    is_merging: bool = False
+    """Whether room for a merged copy of the projections is kept free of the KV cache's budget."""
 
 
 class Runner:
@@ -67,10 +71,13 @@ class Runner:
         self.spec, self.config = spec, config
         self._device = torch.device(config.device)
         self.dtype = config.dtype or compute_dtype(spec, weights)
-        self.kv = KVCache.within(spec, config.kv_bytes, config.block_size, self.dtype, self._device)
+        self.merge_bytes = self._merge_bytes(weights) if config.is_merging else 0
+        self.kv = KVCache.within(spec, config.kv_bytes - self.merge_bytes, config.block_size, self.dtype, self._device)
         self.host = HostStore(self.kv, config.host_bytes)
         self.decoder = decoder_of(spec, weights, self.dtype, self._device)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
+        self._merged: MergedDecoder | None = None
+        self._step_merged: Digest | None = None
         self.failed: list[tuple[RequestId, ErrorInfo]] = []
         self.grammars = Grammars(config.tokenizer, spec.vocab_size, config.eos_token_ids)
         self._sampler = Sampler(config.eos_token_ids, self.grammars)
@@ -78,6 +85,14 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         if config.is_recorded and self._device.type == "cuda" and isinstance(self.decoder, Decoder):
             self._graphs = DecodeGraphs(self.decoder, self.kv, CudaGraphs(self._device))
+
+    def _merge_bytes(self, weights: Weights) -> Bytes:
+        """Bytes to keep for a merged copy; 0, said once in the log, where there can be none."""
+        copy_bytes = MergedDecoder.num_bytes(self.spec, self.dtype)
+        refusal = MergedDecoder.refusal(self.spec, weights) or merge_refusal(self.config.kv_bytes, copy_bytes)
+        if refusal is not None:
+            log.warning("adapters of this model are never merged: %s", refusal)
+        return 0 if refusal is not None else copy_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -91,7 +106,7 @@ class Runner:
         sequence must end before the step is committed, or others would reuse keys and values that are not there.
         Raises CheckpointCorrupt or InstanceFailed if the model's bytes are bad or do not come, or the device is lost.
         """
-        self.failed = []
+        self.failed, self._step_merged = [], batch.merged
         order = adapter_order(batch.items)
         items = [batch.items[i] for i in order]
         try:
@@ -127,15 +142,24 @@ class Runner:
         return []
 
     @torch.inference_mode()
+    def merge(self, digest: Digest, goes_on: Callable[[], bool]) -> bool:
+        """Merge an adapter into a private copy of the layers, at least one. Returns whether the copy is whole."""
+        if self._merged is None:
+            assert isinstance(self.decoder, Decoder)
+            self._merged = MergedDecoder(self.decoder)
+        return self._merged.advance(self.adapters.get(digest), goes_on)
+
+    @torch.inference_mode()
     def hidden(self, items: Seq[BatchItem]) -> tuple[torch.Tensor, StepTensors]:
         """Compute the final hidden state of every row of a step whose items are in adapter order.
 
         Shapes: [T, M]; `logits` makes logits of any of them. Raises whatever is wrong with an item.
         """
-        lora = self.adapters.plan(adapter_runs(items))
+        lora = self.adapters.plan(adapter_runs(items), self._step_merged is not None)
         step = step_tensors(items, self.kv.block_size, self.spec.vocab_size, self._device)
-        self.decoder.reserve_positions(step.max_context_len)
-        hidden_TM = self.decoder.forward(step.token_ids_T, step.positions_T, step.slots_T, step.meta, self.kv, lora)
+        decoder = self.decoder if self._merged is None else self._merged.decoder(self._step_merged)
+        decoder.reserve_positions(step.max_context_len)
+        hidden_TM = decoder.forward(step.token_ids_T, step.positions_T, step.slots_T, step.meta, self.kv, lora)
         return hidden_TM, step
 
     def logits(self, hidden_SM: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:

@@ -6,13 +6,14 @@ and in preempting the last in the policy's order, not the last admitted: the fir
 """
 
 from bisect import insort
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nearline.engine.adapters import AdapterTable
 from nearline.engine.admission import Growth, peak_blocks
 from nearline.engine.block_manager import BlockCopy, BlockManager
-from nearline.engine.config import EngineConfig
+from nearline.engine.config import EngineConfig, MergeMode
 from nearline.engine.policy import Policy
 from nearline.engine.sequence import Order, Sequence, SequenceState
 from nearline.engine.step_budget import StepBudget, tpot_target_s
@@ -59,6 +60,7 @@ class Scheduler:
         self.host = HostArea(config)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._paused: list[Sequence] = []
         self.num_preemptions = 0
         """Places lost because blocks lacked."""
         self.num_displaced = 0
@@ -85,8 +87,8 @@ class Scheduler:
         self._policy.leave(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def schedule(self, now: Seconds) -> Batch | None:
-        """Put the next step together, or return None if nothing can run.
+    def schedule(self, now: Seconds, may_run: Callable[[Sequence], bool] | None = None) -> Batch | None:
+        """Put the next step together, or return None if nothing can run. `may_run`: who else must pause, if anybody.
 
         1. Where the policy says so, or they were told to, running sequences give their places to waiting ones.
         2. Every decoding sequence gets its one token; they are never cut by the budget.
@@ -98,7 +100,8 @@ class Scheduler:
         self._running = self._policy.in_order(self._running, now)
         self._waiting = self._policy.in_order(self._waiting, now)
         displaced = self._displaced()
-        decoding = [s for s in self._running if s.num_uncomputed == 1 and s not in displaced]
+        self._paused = [] if may_run is None else [s for s in (*self._running, *self._waiting) if not may_run(s)]
+        decoding = [s for s in self._running if s.num_uncomputed == 1 and s not in displaced and s not in self._paused]
         work = StepWork(0, 0, len(decoding), sum(len(s.token_ids) for s in decoding))
         target_s = tpot_target_s(decoding, self._config)
         step = _Step(StepBudget(self._config, self._pace.model, target_s, work), displaced=displaced)
@@ -144,7 +147,8 @@ class Scheduler:
 
     def _share_budget(self, step: _Step) -> dict[int, int]:
         """Decide tokens per running sequence, by serial number."""
-        shares = {s.serial: 1 for s in self._running if s.num_uncomputed == 1}
+        shares = {s.serial: 0 for s in self._paused}
+        shares |= {s.serial: 1 for s in self._running if s.num_uncomputed == 1 and s.serial not in shares}
         for sequence in self._running:
             if sequence.serial not in shares:
                 shares[sequence.serial] = step.budget.chunk(sequence.num_uncomputed, sequence.num_computed)
@@ -191,7 +195,7 @@ class Scheduler:
         for sequence in self._waiting:
             if len(self._running) + len(admitted) >= self._config.max_running:
                 break
-            if sequence in step.displaced or not self._adapters.can_start(sequence):
+            if sequence in step.displaced or sequence in self._paused or not self._adapters.can_start(sequence):
                 continue
             if not self._start(sequence, step):
                 break
@@ -243,7 +247,8 @@ class Scheduler:
             num_positions=num_positions,
             max_positions=num_positions + (growth if share == 1.0 else int(share * growth)),
             num_shared=self._blocks.num_settled_shared(sequence),
-            is_decoding=num_tokens == sequence.num_uncomputed,
+            # Who pauses while others run merged does not grow in step with them.
+            is_decoding=num_tokens == sequence.num_uncomputed and self._config.merge is MergeMode.NEVER,
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nearline.engine.sequence import Sequence
-from nearline.protocol import StepWork, TokenLogprob
+from nearline.protocol import Digest, StepWork, TokenLogprob
 from nearline.protocol.errors import ErrorInfo
 
 
@@ -31,6 +31,8 @@ class Batch:
     block_copies: Seq[tuple[int, int]] = field(default_factory=tuple)
     swap_outs: Seq[tuple[int, int]] = field(default_factory=tuple)
     swap_ins: Seq[tuple[int, int]] = field(default_factory=tuple)
+    merged: Digest | None = None
+    """All items are of this adapter and run on the weights it is merged into; None: unmerged."""
 
     @property
     def work(self) -> StepWork:

@@ -50,6 +50,8 @@ MINDS = {
         "admission",
         "validation",
         "decode_shapes",
+        "merging",
+        "merge_turns",
         "policy",
         "policy_mlfq",
         "policy_shortest",

@@ -3,6 +3,7 @@
 Tokens of many sequences come packed in one row dimension T; only attention knows where each sequence begins.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nearline import kernels
 from nearline.engine.kv_cache import KVCache
-from nearline.engine.models.layers import LayerWeights, Matrix, NormWeights, WeightReader
+from nearline.engine.models.layers import LayerReader, LayerWeights, Matrix, NormWeights
 from nearline.engine.models.lora import HeadPlan, LoraPlan
 from nearline.engine.models.rope import RopeTable
 from nearline.kernels import AttentionMeta, FusedDecoder, FusedStep, LayerShape, Rope
@@ -36,7 +37,7 @@ class Decoder:
     a compiled decoder, all layers are one call; otherwise each op is one.
     """
 
-    def __init__(self, spec: DecoderSpec, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, reader: LayerReader, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.layers: list[LayerWeights | None] = [None] * spec.num_layers
         self._reader, self._dtype = reader, dtype
@@ -53,6 +54,19 @@ class Decoder:
         if device.type == "cpu":
             self._fused = FusedDecoder(_shape(spec), spec.num_layers, dtype)
         self._is_loaded = False
+
+    @property
+    def reader(self) -> LayerReader:
+        """Where weights come from."""
+        return self._reader
+
+    def twin(self, reader: LayerReader) -> "Decoder":
+        """Make a decoder of the same spec that takes its layers from another reader and shares all the rest."""
+        twin = copy.copy(self)
+        twin.layers, twin._reader, twin._is_loaded = [None] * self.spec.num_layers, reader, False
+        if self._fused is not None:
+            twin._fused = FusedDecoder(_shape(self.spec), self.spec.num_layers, self._dtype)
+        return twin
 
     def reserve_positions(self, num_positions: int) -> None:
         """Make positions [0, num_positions) usable in `forward`."""
@@ -122,12 +136,12 @@ class Decoder:
             fused.run(residual_TM, packed, 0, num_layers, adapters)
             return
         for index in range(num_layers):
-            self._layer(index)
+            self.layer(index)
             fused.run(residual_TM, packed, index, index + 1, adapters)
 
     def _run_layer(self, index: int, residual_TM: Tensor, step: _Step) -> None:
         """Add one layer to the residual stream, in place."""
-        layer = self._layer(index)
+        layer = self.layer(index)
         x_TM = residual_TM if layer.input_norm is None else self._norm(residual_TM, layer.input_norm)
         branch_TM = self._attention(index, layer, x_TM, step)
         x_TM = self._join(residual_TM, branch_TM, layer.attention_post_norm, layer.mlp_norm)
@@ -197,7 +211,8 @@ class Decoder:
             lora.add_down_(index, down_TM, inner_TF)
         return down_TM
 
-    def _layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> LayerWeights:
+        """Give a layer's weights; the first time they are read, and awaited."""
         layer = self.layers[index]
         if layer is None:
             layer = self.layers[index] = self._reader.layer(index)

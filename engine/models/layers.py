@@ -84,6 +84,20 @@ class LayerWeights:
         )
 
 
+class LayerReader(Protocol):
+    """Where a decoder's weights come from, each as soon as its bytes are there."""
+
+    def layer(self, index: int) -> LayerWeights: ...
+
+    def embedding(self) -> Matrix: ...
+
+    def positions(self) -> Tensor: ...
+
+    def final_norm(self) -> NormWeights: ...
+
+    def head(self) -> Matrix: ...
+
+
 class WeightReader:
     """Turns a checkpoint's tensors into weights of one dtype, each layer as soon as its bytes are there.
 

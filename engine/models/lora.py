@@ -53,9 +53,12 @@ class LoraPlan:
     needs is made when the layer first asks.
     """
 
-    def __init__(self, spec: DecoderSpec, rows: Sequence[_Rows]) -> None:
+    def __init__(self, spec: DecoderSpec, rows: Sequence[_Rows], is_merged: bool = False) -> None:
+        """`is_merged`: the layers have the adapters in their weights; only the token embedding is changed here."""
         self._spec, self._rows = spec, rows
-        self.packed = [(run.start, run.end, run.adapter.packed) for run in rows if run.adapter.packed is not None]
+        self._layer_rows = () if is_merged else rows
+        packed = [(run.start, run.end, run.adapter.packed) for run in self._layer_rows]
+        self.packed = [(start, end, adapter) for start, end, adapter in packed if adapter is not None]
         self._targets: dict[tuple[int, str], list[_Target]] = {}
 
     def add_qkv_(self, layer: int, y_TN: Tensor, x_TM: Tensor) -> None:
@@ -94,7 +97,7 @@ class LoraPlan:
     ) -> None:
         key = layer, what
         if key not in self._targets:
-            self._targets[key] = _targets(self._rows, layer, columns)
+            self._targets[key] = _targets(self._layer_rows, layer, columns)
         y_TN, x_TM = tensors
         for target in self._targets[key]:
             kernels.lora_add_(y_TN[:, target.start : target.end], x_TM, target.segments)
@@ -127,7 +130,7 @@ class AdapterPool:
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._dtype, self._device = spec, dtype, device
         self._adapters: dict[Digest, Adapter] = {}
-        self._planned_runs: tuple[AdapterRun, ...] = ()
+        self._planned: tuple[tuple[AdapterRun, ...], bool] = ((), False)
         self._plan: LoraPlan | None = None
 
     def load(self, digest: Digest, weights: LoadedCheckpoint) -> Adapter:
@@ -155,7 +158,7 @@ class AdapterPool:
     def unload(self, digest: Digest) -> None:
         """Free an adapter. Unknown digests are ignored."""
         self._adapters.pop(digest, None)
-        self._planned_runs, self._plan = (), None
+        self._planned, self._plan = ((), False), None
 
     def heads(self, digests: Sequence[Digest | None]) -> HeadPlan | None:
         """Plan the heads of rows of logits, each of its own adapter (None: the base); None if all are the base's."""
@@ -172,14 +175,15 @@ class AdapterPool:
                 runs.append(_Rows(adapter, row, row + 1))
         return HeadPlan(runs) if runs else None
 
-    def plan(self, runs: tuple[AdapterRun, ...]) -> LoraPlan | None:
+    def plan(self, runs: tuple[AdapterRun, ...], is_merged: bool = False) -> LoraPlan | None:
         """Plan the adapters of a step; None if it has none. Steady decoding repeats its rows and reuses the plan.
 
         Raises ModelNotFound if an adapter is not loaded.
         """
-        if runs != self._planned_runs:
+        if (runs, is_merged) != self._planned:
             rows = [_Rows(self.get(run.digest), run.start, run.end) for run in runs]
-            self._planned_runs, self._plan = runs, LoraPlan(self._spec, rows) if runs else None
+            self._planned = runs, is_merged
+            self._plan = LoraPlan(self._spec, rows, is_merged) if runs else None
         return self._plan
 
     @property

@@ -13,6 +13,7 @@ import torch
 from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.engine import EngineCore, FreeAdapter
 from nearline.engine.adapter_memory import AdapterMemory
+from nearline.engine.config import MergeMode
 from nearline.engine.instance import BoundInstance, EngineHabits
 from nearline.loader import MappedPool
 from nearline.protocol import CheckpointKind, Digest, InstanceSpec, ModelId, RequestId, SequenceUpdate
@@ -113,14 +114,16 @@ def adapters(
 def live(checkpoints: dict[str, Path], adapters: tuple[dict[str, Path], Any]) -> Iterator[Callable[..., Life]]:
     bound: list[BoundInstance] = []
 
-    def make(max_adapters: int = 8) -> Life:
+    def make(max_adapters: int = 8, merge: MergeMode = MergeMode.NEVER) -> Life:
         pool, directory = Pool(), checkpoints["a"]
         frames = pool.take(directory)
         pool.fill(directory, frames)
         mapped = MappedPool(pool.fd, pool.ready_fd, PoolLayout(NUM_FRAMES, FRAME_BYTES))
         spec = InstanceSpec(INSTANCE, ModelId("m"), Digest(directory.name))
         instance = BoundInstance(
-            Bind(spec, str(directory / "manifest.json"), frames, 4 << 20, 20, 1), mapped, EngineHabits(step_tokens=64)
+            Bind(spec, str(directory / "manifest.json"), frames, 4 << 20, 20, 1),
+            mapped,
+            EngineHabits(step_tokens=64, merge=merge),
         )
         bound.append(instance)
         config = replace(instance.core.config, max_adapters=max_adapters)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearline.engine.merging import MergeCosts, MergeLimits, MergePolicy
+from nearline.engine.merging import AlwaysMerged, MergeCosts, MergeLimits, MergeMeter, MergePolicy
 from nearline.protocol import Digest
 
 A, B, C = Digest("a"), Digest("b"), Digest("c")
@@ -18,7 +18,10 @@ def run(policy: MergePolicy, runnable: dict[Digest | None, int], num_steps: int,
     """The mode of each step; an unmerged step takes STEP_S, a merged one less by the policy's own costs."""
     now, modes = start_s, []
     for _ in range(num_steps):
-        merged = policy.decide(runnable, now).merged
+        decision = policy.decide(runnable, now)
+        merged = decision.merged
+        if decision.wanted is not None:
+            policy.copy_made(decision.wanted)
         modes.append(merged or "-")
         now += STEP_S * (COSTS.speed if merged else 1.0)
     return modes
@@ -56,6 +59,38 @@ def test_a_lone_request_in_99_percent_of_one_adapter_waits_no_longer_than_stated
     assert switches <= 2 + 2 * total_s / (2 * LIMITS.max_wait_s), "hysteresis: at most one turn per bound each way"
 
 
+@given(
+    st.lists(st.tuples(st.dictionaries(st.sampled_from([None, A, B, C]), st.integers(1, 40)), st.floats(0.001, 0.1)))
+)
+@settings(max_examples=100, deadline=None)
+def test_always_merged_everybody_who_can_run_gets_a_turn_within_the_bound(
+    steps: list[tuple[dict[Digest | None, int], float]],
+) -> None:
+    policy, now, waited = AlwaysMerged(LIMITS), 0.0, dict.fromkeys([None, A, B, C], 0.0)
+    for runnable, step_s in steps:
+        decision = policy.decide(runnable, now)
+        policy.copy_made(decision.wanted or policy._copied)
+        turn = decision.merged or decision.wanted
+        assert turn in runnable or not runnable
+        for adapter in waited:
+            waited[adapter] = waited[adapter] + step_s if adapter in runnable and adapter != turn else 0.0
+            assert waited[adapter] <= 3 * (LIMITS.max_wait_s + 0.2) + 1e-9, (
+                "three others, and the longest step twice each"
+            )
+        now += step_s
+
+
+def test_a_meter_believes_what_it_measures() -> None:
+    meter = MergeMeter(0.05, 0.2)
+    assert meter.costs.speed == pytest.approx(1 / 1.1)
+    for _ in range(200):
+        meter.step(True, 0.9)
+        meter.step(False, 1.2)
+    meter.copy(0.4)
+    assert meter.costs.speed == pytest.approx(0.75, abs=0.01)
+    assert meter.costs.merge_s == pytest.approx(0.3)
+
+
 def test_a_copy_that_is_there_is_used_again_at_once_when_the_others_are_gone() -> None:
     policy = MergePolicy(COSTS, LIMITS)
     run(policy, {A: 8}, 40)
@@ -73,7 +108,9 @@ def test_whatever_comes_nobody_who_can_run_waits_longer_than_the_bound_and_one_s
 ) -> None:
     policy, now, waited = MergePolicy(COSTS, LIMITS), 0.0, dict.fromkeys([None, A, B, C], 0.0)
     for runnable, step_s in steps:
-        merged = policy.decide(runnable, now).merged
+        decision = policy.decide(runnable, now)
+        merged = decision.merged
+        policy.copy_made(decision.wanted or policy.copied)
         assert merged is None or merged in runnable
         for adapter in waited:
             is_displaced = adapter in runnable and merged not in (None, adapter)

@@ -25,6 +25,7 @@ from nearline.controller.janitor import Janitor
 from nearline.controller.journal_keeper import JournalKeeper
 from nearline.controller.mishaps import outcome
 from nearline.controller.node_link import NodeLinks
+from nearline.controller.policy.imports import peer_urls
 from nearline.controller.request_info import describe
 from nearline.controller.snapshot import snapshot
 from nearline.protocol import (
@@ -327,7 +328,8 @@ class Runtime:
                 self.counters.num_starts += 1
                 log.info("instance start", instance=spec.instance_id, node=node_id, reason=reason)
                 self._tracks.setdefault(spec.instance_id, InstanceTrack(spec.instance_id, node_id, now, estimate_s))
-                self._links.send(node_id, EnsureInstance(spec))
+                peers = peer_urls(self.core.fleet.nodes.values(), spec.digest, node_id)
+                self._links.send(node_id, EnsureInstance(spec, peers))
             case do.StopInstance(instance_id, node_id, drain_s, reason):
                 self.counters.num_stops += 1
                 log.info("instance stop", instance=instance_id, node=node_id, reason=reason)

@@ -1,4 +1,4 @@
-"""On which node a new checkpoint is brought in. Pure."""
+"""On which node a new checkpoint is brought in, and which nodes can give it to others. Pure."""
 
 from collections.abc import Iterable
 
@@ -15,3 +15,14 @@ def import_place(nodes: Iterable[NodeView], base_digest: Digest | None) -> NodeI
     holders = [node for node in connected if base_digest is not None and node.holds(base_digest)]
     ranked = [(-node.report.ssd_free_bytes, node.node_id) for node in holders or connected]
     return min(ranked)[1] if ranked else None
+
+
+def peer_urls(nodes: Iterable[NodeView], digest: Digest, node_id: NodeId) -> tuple[str, ...]:
+    """List the addresses of the other connected nodes that have all of a checkpoint on disk, those that hold most of
+    it in DRAM first; ties by id."""
+    ranked = []
+    for node in nodes:
+        row = node.residency.get(digest)
+        if node.is_connected and node.node_id != node_id and row is not None and row.ssd_bytes >= row.num_bytes:
+            ranked.append((-row.dram_bytes, node.node_id, node.report.http_url))
+    return tuple(url for _, _, url in sorted(ranked))

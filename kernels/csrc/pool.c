@@ -1,8 +1,11 @@
 /* The thread pool. A waiting thread spins for a bounded time and then sleeps on a futex.
  *
+ * Indices are cut into as many runs as there are threads. A thread takes neighbours from its own run, so that memory
+ * read in their order streams without restarts, and from the others' runs when its own is empty.
  * Nobody ever waits for a thread that holds no index: if the kernel has taken a worker off its core, the caller does
  * the whole loop alone, so a busy neighbour costs us its share of the cores and no more. A claim is a compare-and-swap
- * on (loop number, next index) in one word, so a worker that wakes late can never take part in a loop it has not read.
+ * on (loop number, claims) in one word, so a worker that wakes late can never take part in a loop it has not read.
+ * There are as many claims as indices, so whoever has one finds an index.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -20,14 +23,15 @@
 
 #define LINE __attribute__((aligned(64)))
 #define MAX_THREADS 256
+#define MAX_RUNS 64
 #define WORKER_SPIN_NS 100000
 #define CALLER_SPIN_NS 30000
 
 static struct {
-    LINE _Atomic uint64_t ticket; /* loop number << 32 | next index */
+    LINE _Atomic uint64_t ticket; /* loop number << 32 | claims made */
     LINE _Atomic(loop_body) body;
     _Atomic(void *) context;
-    _Atomic uint32_t count;
+    _Atomic uint32_t count, num_runs;
     LINE _Atomic uint32_t done;
     _Atomic uint32_t caller_sleeps;
     LINE _Atomic uint32_t bell; /* futex word of the workers */
@@ -37,6 +41,11 @@ static struct {
     int caller_cpu;         /* which the workers' affinities leave out */
     _Atomic pid_t threads[MAX_THREADS]; /* of worker number i + 1; 0 until it runs */
 } pool = {.wanted = 1, .caller_cpu = -1};
+static struct {
+    LINE _Atomic uint32_t next;
+    uint32_t end;
+} runs[MAX_RUNS];
+static __thread int thread_number; /* of a worker; 0 for every caller */
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
 
 static __thread void *scratch_memory[SCRATCH_SLOTS];
@@ -75,6 +84,26 @@ static inline void relax(void) {
 #endif
 }
 
+/* Cuts [0, count) into runs; nobody holds a claim now. */
+static void cut_runs(uint32_t count, uint32_t threads) {
+    uint32_t num_runs = threads < MAX_RUNS ? threads : MAX_RUNS;
+    for (uint32_t run = 0; run < num_runs; run++) {
+        atomic_store_explicit(&runs[run].next, (uint32_t)((uint64_t)count * run / num_runs), memory_order_relaxed);
+        runs[run].end = (uint32_t)((uint64_t)count * (run + 1) / num_runs);
+    }
+    atomic_store_explicit(&pool.num_runs, num_runs, memory_order_relaxed);
+}
+
+/* The index of a claim. */
+static long take_index(void) {
+    uint32_t num_runs = atomic_load_explicit(&pool.num_runs, memory_order_relaxed);
+    for (uint32_t run = (uint32_t)thread_number % num_runs;; run = run + 1 == num_runs ? 0 : run + 1) {
+        if (atomic_load_explicit(&runs[run].next, memory_order_relaxed) >= runs[run].end) continue;
+        uint32_t index = atomic_fetch_add_explicit(&runs[run].next, 1, memory_order_relaxed);
+        if (index < runs[run].end) return index;
+    }
+}
+
 static void work(void) {
     for (;;) {
         uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
@@ -83,7 +112,7 @@ static void work(void) {
         uint32_t count = atomic_load_explicit(&pool.count, memory_order_relaxed);
         if ((uint32_t)ticket >= count) return;
         if (!atomic_compare_exchange_strong(&pool.ticket, &ticket, ticket + 1)) continue;
-        body(context, (long)(uint32_t)ticket);
+        body(context, take_index());
         if (atomic_fetch_add(&pool.done, 1) + 1 == count && atomic_load(&pool.caller_sleeps)) futex_wake(&pool.done, 1);
     }
 }
@@ -99,6 +128,7 @@ static void sleep_until_rung(uint32_t seen_loop, int number) {
 static void *worker(void *argument) {
     int number = (int)(intptr_t)argument;
     uint32_t seen_loop = 0;
+    thread_number = number;
     atomic_store(&pool.threads[number - 1], (pid_t)syscall(SYS_gettid));
     for (;;) {
         if (number >= atomic_load(&pool.wanted)) {
@@ -143,7 +173,7 @@ static void forget_threads(void) {
     pool.caller_cpu = -1;
 }
 
-/* Keeps the workers off the caller's core: on a busy machine the kernel wakes them there, where they only wait for it. */
+/* Keeps the workers off the caller's core: on a busy machine they are woken there, where they only wait for it. */
 static void leave_core(int cpu) {
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof cores, &cores)) return;
@@ -198,6 +228,7 @@ void parallel_for(long count, loop_body body, void *context) {
     atomic_store(&pool.context, context);
     atomic_store(&pool.done, 0);
     atomic_store(&pool.count, (uint32_t)count);
+    cut_runs((uint32_t)count, (uint32_t)atomic_load(&pool.wanted));
     atomic_store(&pool.ticket, (uint64_t)loop << 32);
     if (atomic_load(&pool.sleepers)) {
         atomic_fetch_add(&pool.bell, 1);

@@ -22,7 +22,7 @@ from nearline.protocol import (
     tensor_slots,
 )
 from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
-from nearline.protocol.quantization import LANES, OFFSET, SCALE
+from nearline.protocol.quantization import LANES, OFFSET, SCALE, is_turned
 
 REPORT_NAME = "quantization.json"
 """Small file beside the weights: format and relative error of every quantised matrix."""
@@ -125,7 +125,9 @@ def quantised(draft: Draft, wanted: QuantFormat) -> Draft:
         if place not in formats:
             tensors += [plain[slot.name] for slot in slots]
             continue
-        fused = [_matrix(plain[slot.name], slot, coded_shape(slot, spec), formats[place]) for slot in slots]
+        fused = [
+            _Matrix(plain[slot.name], coded_shape(slot, spec), formats[place], is_turned(slot, spec)) for slot in slots
+        ]
         parts = [matrix.tensors() for matrix in fused]
         tensors += [part[suffix] for suffix in parts[0] for part in parts]
         matrices += fused
@@ -149,10 +151,6 @@ def _concluded(
         "tensors": {m.draft.name: {"bits": m.wanted.bits, "relative_error": m.relative_error} for m in matrices},
     }
     return {**files, REPORT_NAME: to_json(report)}, dataclasses.replace(info, quantization_error=error)
-
-
-def _matrix(draft: DraftTensor, slot: TensorSlot, shape: tuple[int, ...], wanted: QuantFormat) -> _Matrix:
-    return _Matrix(draft, shape, wanted, is_turned=shape != slot.shape)
 
 
 def _cut(rows: Floats) -> Iterator[Floats]:

@@ -64,10 +64,14 @@ def format_of(shape: tuple[int, ...], code_shape: tuple[int, ...]) -> QuantForma
     return next((each for each in QUANT_FORMATS.values() if each.code_shape(shape) == code_shape), None)
 
 
+def is_turned(slot: TensorSlot, spec: DecoderSpec) -> bool:
+    """Tell whether a matrix is stored [in, out] and coded the other way round: one row per output, always."""
+    return spec.is_transposed and slot.role in _PROJECTIONS
+
+
 def coded_shape(slot: TensorSlot, spec: DecoderSpec) -> tuple[int, ...]:
-    """Shape of a matrix as it is coded: one row per output, also where the family stores [in, out]."""
-    is_turned = spec.is_transposed and slot.role in _PROJECTIONS
-    return slot.shape[::-1] if is_turned else slot.shape
+    """Shape of a matrix as it is coded."""
+    return slot.shape[::-1] if is_turned(slot, spec) else slot.shape
 
 
 def quantised_roles(spec: DecoderSpec, wanted: QuantFormat) -> dict[tuple[int | None, str], QuantFormat]:

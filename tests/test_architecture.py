@@ -33,13 +33,14 @@ WORDS = {
     "ids",
     "request",
     "model",
+    "quantization",
     "instance",
     "frames",
     "decoder",
     "adapter_layout",
 }
 MINDS = {
-    "checkpoint_store": {"tiers", "ssd", "estimate", "depth"},
+    "checkpoint_store": {"quantize_codes", "tiers", "ssd", "estimate", "depth"},
     "protocol": {"step_time"},
     "engine": {
         "sequence",

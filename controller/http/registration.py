@@ -61,7 +61,7 @@ class Registrar:
             else:
                 kind, base_digest = CheckpointKind.ADAPTER, base_of(door, body).checkpoint.digest
             checkpoint = None
-            async with aclosing(door.runtime.import_checkpoint(kind, body.source, base_digest)) as updates:
+            async with aclosing(door.runtime.import_checkpoint(kind, _source(body), base_digest)) as updates:
                 async for update in updates:
                     if isinstance(update, ImportFinished):
                         checkpoint = update.checkpoint
@@ -110,6 +110,12 @@ def base_of(door: Door, body: AdapterBody) -> ModelSpec:
     if base is None:
         raise ModelNotFound(f"no model is named {body.base!r}; add the base of this adapter first", param="base")
     return base
+
+
+def _source(body: ModelBody | AdapterBody) -> str:
+    """Give the importer's name of a source: with its format in front, if it is to be quantised."""
+    wanted = body.quantize if isinstance(body, ModelBody) else None
+    return f"{wanted}:{body.source}" if wanted else body.source
 
 
 async def _remove_model(door: Door, name: ModelId) -> Event:
@@ -200,6 +206,8 @@ def model_object(spec: ModelSpec) -> dict[str, Any]:
         **_checkpoint_fields(spec.checkpoint),
         "max_context_tokens": spec.checkpoint.max_context_tokens,
         "vocab_size": spec.checkpoint.vocab_size,
+        "quantization": spec.checkpoint.quantization or None,
+        "quantization_error": spec.checkpoint.quantization_error,
         "created_at": spec.created_at,
         "keep_alive_s": spec.keep_alive_s,
         "keep_alive_min_s": spec.keep_alive_min_s,

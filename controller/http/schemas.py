@@ -207,6 +207,7 @@ class ModelBody(OfferFields, OwnBody):
     max_replicas: int = Field(1, ge=1, le=1000)
     keep_alive_min_s: float | None = Field(None, ge=0, le=MAX_SPAN)
     pooling: Literal["last", "mean"] = "last"
+    quantize: Literal["int8", "int4"] | None = None
     replace: bool = False
 
 

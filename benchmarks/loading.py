@@ -30,6 +30,8 @@ from nearline.protocol import Digest
 
 NUM_THREADS = 2
 PROMPT_TOKENS = 64
+ALSO = {0: "shards", 1: "warm"}
+"""What rivals do beside the cold read of one file, by round: everything in every round would take too long."""
 
 
 class Rival:
@@ -86,6 +88,7 @@ class Bench:
 
     def add(self, section: str, numbers: dict[str, float]) -> None:
         self.rounds.setdefault(section, []).append(numbers)
+        print(section, json.dumps({key: float(f"{value:.4g}") for key, value in numbers.items()}), flush=True)
 
 
 def prepare(bench: Bench, num_bytes: int) -> None:
@@ -120,13 +123,14 @@ def measure_readers(bench: Bench, store: Store) -> None:
         for number in range(bench.num_rounds):
             names = list(rivals)
             names = names[number % len(names) :] + names[: number % len(names)] if names else []
-            bench.add("readers", _readers_round(bench, store, {name: rivals[name] for name in names}))
+            also = ALSO.get(number, "") if bench.num_rounds > 1 else "shards, warm"
+            bench.add("readers", _readers_round(bench, store, {name: rivals[name] for name in names}, also))
     finally:
         for rival in rivals.values():
             rival.close()
 
 
-def _readers_round(bench: Bench, store: Store, rivals: dict[str, Rival]) -> dict[str, float]:
+def _readers_round(bench: Bench, store: Store, rivals: dict[str, Rival], also: str) -> dict[str, float]:
     found: dict[str, float] = {}
     if limits.has_fio():
         for how in limits.READS:
@@ -138,7 +142,7 @@ def _readers_round(bench: Bench, store: Store, rivals: dict[str, Rival]) -> dict
         found |= {f"{key} cold": ours.usable_s, f"{key} cold cpu": ours.cpu_s, f"{key} filled": ours.filled_s}
     for name, rival in rivals.items():
         try:
-            found |= _rival_round(bench, name, rival)
+            found |= _rival_round(bench, name, rival, also)
         except RuntimeError as error:
             note = f"{name} failed: {error}"
             bench.notes += [] if note in bench.notes else [note]
@@ -147,27 +151,22 @@ def _readers_round(bench: Bench, store: Store, rivals: dict[str, Rival]) -> dict
     return found
 
 
-def _rival_round(bench: Bench, name: str, rival: Rival) -> dict[str, float]:
+def _rival_round(bench: Bench, name: str, rival: Rival, also: str) -> dict[str, float]:
     folder = bench.work / rival.folder
     forget_pages(folder)
-    cold = rival.load(folder)
-    warm = rival.load(folder)
-    found = {
-        f"{name} cold": cold["usable_s"],
-        f"{name} cold cpu": cold["cpu_s"],
-        f"{name} cold loaded": cold["loaded_s"],
-    }
-    found |= {
-        f"{name} warm": warm["usable_s"],
-        f"{name} warm cpu": warm["cpu_s"],
-        f"{name} warm loaded": warm["loaded_s"],
-    }
+    found = _numbers(f"{name} cold", rival.load(folder))
+    if "warm" in also:
+        found |= _numbers(f"{name} warm", rival.load(folder))
     forget_pages(folder)
-    if rival.reads_shards:
+    if "shards" in also and rival.reads_shards:
         forget_pages(bench.work / "sharded")
         found[f"{name} sharded"] = rival.load(bench.work / "sharded")["usable_s"]
         forget_pages(bench.work / "sharded")
     return found
+
+
+def _numbers(what: str, answer: dict[str, float]) -> dict[str, float]:
+    return {what: answer["usable_s"], f"{what} cpu": answer["cpu_s"], f"{what} loaded": answer["loaded_s"]}
 
 
 def measure_tmpfs(bench: Bench) -> None:

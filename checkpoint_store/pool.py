@@ -12,14 +12,13 @@ import threading
 import structlog
 
 from nearline.checkpoint_store import futex
+from nearline.checkpoint_store.pool_memory import HUGE_BYTES, PoolMemory
 from nearline.protocol import Bytes
 from nearline.protocol.frames import PoolLayout
 
-_TOUCH_STEP_BYTES = 4 * 1024 * 1024
-_MADV_POPULATE_WRITE = 23
 _TOUCH_NICENESS = 10
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAX_REFUSED = 32
+"""After so many refusals in a row no more huge pages are asked for."""
 log = structlog.get_logger()
 
 
@@ -27,7 +26,8 @@ class DramPool:
     """A fixed number of frames in one memfd, sealed against shrinking so that no process that maps it can fault.
 
     Memory is allocated when first touched. First touch is slower than a good disk, so a background thread keeps
-    `touch_ahead_bytes` beyond the frames in use touched; the rest of the pool costs nothing until it is needed.
+    `touch_ahead_bytes` beyond the frames in use touched, in huge pages if it can; the rest of the pool costs nothing
+    until it is needed.
     Owns: both file descriptors, until `close`; other processes keep their own.
     """
 
@@ -36,15 +36,12 @@ class DramPool:
         self.num_bytes = num_frames * frame_bytes
         self.fd = _sealed_memfd("nearline-pool", self.num_bytes)
         self.ready_fd = _sealed_memfd("nearline-ready", num_frames)
-        self._memory = mmap.mmap(self.fd, self.num_bytes)
-        self._view = memoryview(self._memory)
+        self._memory = PoolMemory(self.fd, self.num_bytes)
         self._ready = mmap.mmap(self.ready_fd, num_frames)
         self._ready_address = ctypes.addressof(ctypes.c_char.from_buffer(self._ready))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._advise()
         self._touch_ahead_bytes = touch_ahead_bytes
         self._wake = threading.Condition()
-        self._touched_bytes = 0
+        self._touched_bytes = self._num_refused = 0
         self._touch_target = min(touch_ahead_bytes, self.num_bytes)
         self._is_closed = False
         self._toucher = threading.Thread(target=self._touch, name="nearline-touch", daemon=True)
@@ -58,7 +55,7 @@ class DramPool:
     def frame(self, index: int) -> memoryview:
         """A writable view of one frame; release it before `close`."""
         start = index * self.layout.frame_bytes
-        return self._view[start : start + self.layout.frame_bytes]
+        return self._memory.view[start : start + self.layout.frame_bytes]
 
     def ready(self, index: int) -> int:
         return self._ready[index]
@@ -87,18 +84,10 @@ class DramPool:
             self._is_closed = True
             self._wake.notify()
         self._toucher.join()
-        self._view.release()
         self._memory.close()
         self._ready.close()
         os.close(self.fd)
         os.close(self.ready_fd)
-
-    def _advise(self) -> None:
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
-            try:
-                self._memory.madvise(advice)
-            except OSError as error:  # only advice: kernels built without it refuse
-                log.debug("memory advice refused", advice=advice, error=error.strerror)
 
     def _touch(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _TOUCH_NICENESS)
@@ -108,21 +97,19 @@ class DramPool:
                 if self._is_closed:
                     return
                 start, target = self._touched_bytes, self._touch_target
-            step = min(_TOUCH_STEP_BYTES, target - start)
-            if not self._populate(start, step):
+            step = min(HUGE_BYTES, target - start)
+            if not self._make_huge(start, step) and not self._memory.allocate(start, step):
                 return
             self._touched_bytes = start + step
 
-    def _populate(self, start: Bytes, num_bytes: Bytes) -> bool:
-        # Neither way changes a byte, so frames may be written by readers at the same time.
-        if _libc.madvise(self._address + start, num_bytes, _MADV_POPULATE_WRITE) == 0:
-            return True
-        try:
-            os.posix_fallocate(self.fd, start, num_bytes)  # kernels before 5.14
-            return True
-        except OSError as error:
-            log.warning("cannot touch the DRAM pool ahead of need; reads go on", error=error.strerror, at_byte=start)
+    def _make_huge(self, start: Bytes, num_bytes: Bytes) -> bool:
+        if num_bytes < HUGE_BYTES or start % HUGE_BYTES or self._num_refused >= _MAX_REFUSED:
             return False
+        is_huge = self._memory.make_huge(start)
+        self._num_refused = 0 if is_huge else self._num_refused + 1
+        if self._num_refused == _MAX_REFUSED:
+            log.info("the DRAM pool stays on small pages from here on", at_byte=start)
+        return is_huge
 
 
 def _sealed_memfd(name: str, num_bytes: Bytes) -> int:

@@ -61,6 +61,7 @@ class BoundInstance:
         kernels.set_num_threads(bind.num_threads)
         self.spec: InstanceSpec = bind.spec
         self._habits = habits
+        self._needs_frames = True
         self._is_read = False
         self._merge_s: Seconds = 0.0
         self._num_threads = bind.num_threads
@@ -124,6 +125,13 @@ class BoundInstance:
     def profiler(self, wish: ProfileInstance) -> Profiler:
         """Begin to measure what steps of this model take here."""
         return Profiler(wish, self.core, self._runner, self._num_threads)
+
+    def lets_go_of_frames(self) -> bool:
+        """True once: when the device has a copy of every byte, so that nothing reads the pool's frames any more."""
+        if self._needs_frames and self._loaded.is_copied and self._loaded.is_complete():
+            self._needs_frames = False
+            return True
+        return False
 
     @property
     def grammars(self) -> Grammars:

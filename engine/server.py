@@ -26,6 +26,7 @@ from nearline.protocol.frames import (
     Bound,
     CancelImport,
     EngineReady,
+    FramesFree,
     ImportFailed,
     LoadAdapter,
     Ping,
@@ -94,6 +95,8 @@ class EngineServer:
             self._start(compiled.submit, compiled.error)
         updates = instance.step(time.monotonic)
         self._updates += updates or []
+        if instance.lets_go_of_frames():
+            self._link.send(FramesFree(instance.spec.instance_id))
         return updates is not None
 
     def _profile(self, has_stepped: bool) -> bool:

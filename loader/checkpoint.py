@@ -28,6 +28,11 @@ class LoadedCheckpoint:
         self._entries = {entry.name: entry for entry in manifest.tensors}
         self._copies: dict[tuple[str, ...], torch.Tensor] = {}
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the device has memory of its own; on a CPU tensors are the pool's frames themselves."""
+        return self.device.type != "cpu"
+
     def names(self) -> tuple[str, ...]:
         """Names of the tensors, in the order of their bytes."""
         return tuple(self._entries)

@@ -48,6 +48,21 @@ class Leases:
         if lease:
             lease.release()
 
+    def release_when_read(self, instance_id: InstanceId) -> None:
+        """Unpin as soon as the reading has ended, which somebody who has all bytes may know a little earlier."""
+        lease = self._held.get(instance_id)
+
+        def let_go() -> None:
+            if self._held.get(instance_id) is lease:
+                self.release(instance_id)
+
+        def when_read(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: the agent is going
+                self._loop.call_soon_threadsafe(let_go)
+
+        if lease:
+            lease.done.add_done_callback(when_read)
+
     def lease(self, instance_id: InstanceId) -> Lease:
         """Give an acquired lease: its frames and its directory stay, whatever was deleted meanwhile."""
         lease = self._held[instance_id]

@@ -249,6 +249,8 @@ class NodeRuntime:
                 self._inbox.put_nowait(ev.EngineBindFailed(engine_id, frame.instance_id, frame.error))
             case fr.Unbound():
                 self._inbox.put_nowait(ev.EngineUnbound(engine_id))
+            case fr.FramesFree():
+                self._leases.release_when_read(frame.instance_id)
             case fr.AdapterLoaded():
                 instance_id = self._relay.adapter_loaded(engine_id, frame)
                 if instance_id is not None:

@@ -319,6 +319,13 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class FramesFree:
+    """The device holds every byte of the checkpoint: this instance never reads the pool's frames again."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class Unbound:
     model_id: ModelId
 
@@ -337,5 +344,5 @@ ToEngine = (
 )  # fmt: skip
 FromEngine = (
     EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | Unbound | Pong
-    | ProfileProgress | ProfileFinished | ImportFailed
+    | ProfileProgress | ProfileFinished | ImportFailed | FramesFree
 )  # fmt: skip

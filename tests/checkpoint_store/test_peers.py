@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_fetched_from_another_peer_and_with_no_other_refused(
     root: Path, serve: Callable[..., Peer]
 ) -> None:
     liar = serve(spoil=lambda index, body: bytes([body[0] ^ 1]) + body[1:] if index == 4 else body)
-    with pytest.raises(CheckpointCorrupt, match="chunk 4 of .* does not have its digest"):
+    with pytest.raises(CheckpointCorrupt, match=r"chunk 4 of .* does not have its digest"):
         copy(root, liar)
     assert not (root / "checkpoints" / liar.manifest.digest).exists()
     copy(root, liar, serve())
@@ -147,7 +147,7 @@ def test_a_part_that_rotted_meanwhile_is_fetched_again(root: Path, serve: Callab
 
 def test_what_no_peer_has_and_what_names_no_peer_is_said(root: Path, serve: Callable[..., Peer]) -> None:
     peer = serve()
-    with pytest.raises(NotFound, match="no peer has checkpoints/0+ "):
+    with pytest.raises(NotFound, match=r"no peer has checkpoints/0+ "):
         copy_from_peers(root, f"peer:{'0' * 32}@{peer.url}", Reporter())
     with pytest.raises(InvalidRequest, match="write peer:DIGEST@URL"):
         copy_from_peers(root, "peer:abc", Reporter())

@@ -15,6 +15,7 @@ import pytest
 from nearline.checkpoint_store import FRAME_READY
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.pool import DramPool
+from nearline.checkpoint_store.pool_memory import PoolMemory
 
 FRAME = 64 * 1024
 
@@ -135,3 +136,36 @@ def test_a_container_sizes_the_pool_by_its_own_memory() -> None:
 def test_a_frame_size_that_direct_io_cannot_use_is_refused(frame_bytes: int, tmp_path: object) -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
         StoreConfig(root=tmp_path, frame_bytes=frame_bytes)  # type: ignore[arg-type]
+
+
+def test_what_is_touched_ahead_lies_on_huge_pages_where_the_kernel_makes_them() -> None:
+    pool = DramPool(4, 4 << 20, touch_ahead_bytes=16 << 20)
+    try:
+        deadline = time.monotonic() + 20
+        while pool.touched_bytes < pool.num_bytes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pool.touched_bytes == pool.num_bytes
+        if pool._num_refused:
+            pytest.skip("this kernel makes no huge pages of shared memory, or memory is too scattered")
+        with mmap.mmap(pool.fd, pool.num_bytes, prot=mmap.PROT_READ) as other:
+            assert other[:: 1 << 20] == bytes(16)
+        assert pool._memory.address % (2 << 20) == 0
+        maps = Path("/proc/self/smaps").read_text().split("nearline-pool")[1]
+        huge = next(line for line in maps.splitlines() if line.startswith("ShmemPmdMapped"))
+        assert int(huge.split()[1]) == 16 << 10
+    finally:
+        pool.close()
+
+
+def test_making_huge_pages_changes_no_byte() -> None:
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, 8 << 20)
+    memory = PoolMemory(fd, 8 << 20)
+    written = os.urandom(3 << 20)
+    memory.view[1 << 20 : 4 << 20] = written
+    for start in range(0, 8 << 20, 2 << 20):
+        memory.make_huge(start)
+    assert os.pread(fd, 3 << 20, 1 << 20) == written
+    assert os.pread(fd, 1 << 20, 0) == bytes(1 << 20)
+    memory.close()
+    os.close(fd)

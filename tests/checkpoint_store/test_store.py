@@ -355,7 +355,6 @@ def test_an_unknown_checkpoint_is_not_found_everywhere(open_store: OpenStore) ->
         store.manifest,
         store.directory,
         store.delete,
-        store.load_s,
     ):
         with pytest.raises(ModelNotFound, match="import it first"):
             call(unknown)

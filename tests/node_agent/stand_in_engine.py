@@ -2,7 +2,7 @@
 
 Counts instead of thinking: token i of a sequence is its position. The model's name says what goes wrong:
 dies-at-bind, fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM), dies-at-submit,
-rots-at-submit (its bytes do), bad-adapter.
+rots-at-submit (its bytes do), bad-adapter, lets-go (of its frames, as on a device with memory of its own).
 """
 
 import argparse
@@ -23,6 +23,7 @@ from nearline.protocol.frames import (
     BindFailed,
     Bound,
     EngineReady,
+    FramesFree,
     LoadAdapter,
     PoolLayout,
     StepDone,
@@ -97,6 +98,8 @@ class StandIn:
             self.send(BindFailed(bind.spec.instance_id, error))
             return
         self.send(Bound(bind.spec.instance_id, 0.001, 4096))
+        if self.model == "lets-go":
+            self.send(FramesFree(bind.spec.instance_id))
 
     def step(self) -> None:
         updates = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from nearline.protocol import CheckpointInfo, Digest, FinishReason, InstanceState
-from nearline.protocol.frames import Abort, DeleteCheckpoint, InstanceChanged
+from nearline.protocol.frames import Abort, DeleteCheckpoint, EvictCheckpoint, InstanceChanged
 from nearline.protocol.ids import InstanceId, RequestId
 from tests.node_agent.conftest import STAND_IN, Agent, FakeController, running_agent
 
@@ -284,3 +284,22 @@ async def test_engines_go_when_the_agent_is_killed(controller: FakeController, a
     gone, alive = await asyncio.to_thread(psutil.wait_procs, engines, 5.0)
     assert gone
     assert not alive
+
+
+async def test_frames_that_an_engine_has_copied_may_go_while_it_serves(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    digest = stored_checkpoint[0].digest
+    await controller.ensure("i1", digest, "lets-go")
+    await controller.state("i1", "ready")
+    report = await controller.report(lambda r: not r.residency[0].is_pinned)
+    assert report.residency[0].dram_bytes == report.residency[0].num_bytes
+    await controller.send(EvictCheckpoint(digest))
+    await controller.report(lambda r: r.residency[0].dram_bytes == 0)
+    await controller.submit("i1", "r1")
+    assert (await controller.finished("r1"))[-1].error is None
+    await controller.stop_instance("i1")
+    await controller.state("i1", "stopped")
+    await controller.ensure("i2", digest)
+    await controller.state("i2", "ready")
+    assert (await controller.report()).residency[0].is_pinned, "an engine that has not let go keeps its pin"

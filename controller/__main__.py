@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tenant-limit", action="append", default=[], metavar="NAME=RPM:N:TPM", help=limit)
     cap = "strictest SLO class a tenant may have: interactive, batch-1m or batch-1h"
     add("--tenant-slo", action="append", default=[], metavar="NAME=CLASS", help=cap)
+    solver = "time for a better plan when models compete for slots; needs scipy beyond 7 models; 0: search alone"
+    add("--solver-limit", type=float, default=1.0, metavar="SECONDS", help=solver)
     add("--admin-key-file", type=Path, help="file with the only key that may administer (default: every key may)")
     add("--url-file", type=Path, help="write the address that was bound to this file")
     add("--max-running-jobs", type=int, default=32, help="jobs run at once")
@@ -69,6 +71,7 @@ def _config(options: argparse.Namespace) -> ServiceConfig:
         max_running_jobs=options.max_running_jobs,
         result_ttl_s=options.result_ttl,
         limits=Limits.of(options.tenant_limit, options.tenant_slo),
+        solver_limit_s=options.solver_limit,
         tenant_weights=tuple(_weight(pair) for pair in options.tenant_weight),
     )
 

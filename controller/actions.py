@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nearline.controller.policy.plans import PlanGroup, PlanSlot
 from nearline.protocol import Digest, InstanceId, InstanceSpec, NodeId, RequestId, Seconds
 from nearline.protocol.errors import ErrorInfo
 
@@ -89,6 +90,20 @@ class DeleteCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class SolvePlan:
+    """Look for a better plan than the one in force, off the event loop; answer with PlanSolved of the same version.
+
+    Replaces every earlier SolvePlan: an answer to an older version changes nothing.
+    """
+
+    version: int
+    groups: tuple[PlanGroup, ...]
+    slots: tuple[PlanSlot, ...]
+    time_limit_s: Seconds
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Send Woke at this instant. Replaces every earlier WakeAt."""
 
@@ -97,5 +112,6 @@ class WakeAt:
 
 
 Action = (
-    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | DeleteCheckpoint | WakeAt
+    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | DeleteCheckpoint
+    | SolvePlan | WakeAt
 )  # fmt: skip

@@ -13,6 +13,7 @@ from nearline.controller.agenda import Agenda
 from nearline.controller.choices import Choices
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import bytes_by_tier, startup
+from nearline.controller.events import PlanSolved
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import patience, scaling
 from nearline.controller.policy.placement import Need, NoPlace, Placement
@@ -82,7 +83,10 @@ class CapacityDesk:
         """Give every model that wants an instance the best place there is, the most urgent model first."""
         claimed: dict[InstanceId, None] = {}
         self._replan_at = float("inf")
-        for model in self._in_order(now):
+        models = self._in_order(now)
+        if (wish := self._adviser.take_wish()) is not None:
+            self._agenda.do(wish)
+        for model in models:
             while self._is_wanting(model) and self._try(model, claimed, now):
                 pass
             self.consider(model)
@@ -90,6 +94,10 @@ class CapacityDesk:
             self._agenda.timers.set(("plan", ""), self._replan_at)
         else:
             self._agenda.timers.drop(("plan", ""))
+
+    def solved(self, answer: PlanSolved) -> bool:
+        """Take the solver's answer. True if the order of models changes by it."""
+        return self._adviser.solved(answer)
 
     def _in_order(self, now: Seconds) -> list[ModelRecord]:
         """All models that want an instance: the starved ones as advised, then the others."""

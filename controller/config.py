@@ -58,6 +58,8 @@ class CoreConfig:
     """A deadline is out of reach when even this quantile of the estimated end is later. In (0, 1)."""
     max_wait_targets: float = 3.0
     """A request is told to come back when it would wait longer than this times its class's target. > 0."""
+    solver_limit_s: Seconds = 0.0
+    """Time in which a solver beside the core may look for a better plan; 0: none is asked. >= 0."""
     max_evictions: int = 3
     """Times one answer may be interrupted by requests of stricter classes; 0: never. >= 0."""
     max_evicted_target_s: Seconds = 120.0

@@ -17,6 +17,7 @@ from nearline.controller.events import (
     NodeJoined,
     NodeLost,
     NodeReported,
+    PlanSolved,
     RequestArrived,
     RequestCancelled,
     SequenceEnded,
@@ -79,6 +80,8 @@ class ControllerCore:
                 self._machines.lost(node_id, now)
             case CheckpointImported(node_id, checkpoint):
                 self._machines.imported(node_id, checkpoint)
+            case PlanSolved():
+                self._agenda.is_plan_due = self._capacity.solved(event)
             case Woke():
                 self._wake_at = None
             case ModelAdded() | ModelRemoved() | AdapterAdded() | AdapterRemoved():

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from nearline.controller.policy.plans import Plan
 from nearline.protocol import (
     AdapterSpec,
     CheckpointInfo,
@@ -126,11 +127,20 @@ class SequenceEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanSolved:
+    """The answer to SolvePlan of this version; None: nothing was found in time."""
+
+    version: int
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
 class Woke:
     """The time named by the last WakeAt has come (or nearly; waking early is harmless)."""
 
 
 Event = (
     ModelAdded | ModelRemoved | AdapterAdded | AdapterRemoved | NodeJoined | NodeReported | NodeLost
-    | CheckpointImported | InstanceChanged | RequestArrived | RequestCancelled | FirstToken | SequenceEnded | Woke
+    | CheckpointImported | InstanceChanged | RequestArrived | RequestCancelled | FirstToken | SequenceEnded
+    | PlanSolved | Woke
 )  # fmt: skip

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import structlog
@@ -19,12 +19,14 @@ from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import RuntimeConfig
 from nearline.controller.core import ControllerCore
+from nearline.controller.counters import Counters
 from nearline.controller.handle import InstanceTrack, RequestHandle
 from nearline.controller.imports import FileFetcher, Imports
 from nearline.controller.janitor import Janitor
 from nearline.controller.journal_keeper import JournalKeeper
 from nearline.controller.mishaps import outcome
 from nearline.controller.node_link import NodeLinks
+from nearline.controller.plan_solver import PlanSolver
 from nearline.controller.policy.imports import peer_urls
 from nearline.controller.request_info import describe
 from nearline.controller.snapshot import snapshot
@@ -55,6 +57,8 @@ from nearline.protocol.frames import (
     ImportProgress,
     InstanceChanged,
     Preload,
+    ProfileFinished,
+    ProfileProgress,
     Report,
     StopInstance,
     Submit,
@@ -67,24 +71,6 @@ from nearline.protocol.frames import (
 CLOCK: Callable[[], Seconds] = time.monotonic
 StartObserver = Callable[[ModelId, StartTimings], None]
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start, for metrics. A failed check means a defect of ours, never of a caller."""
-
-    num_events: int = 0
-    num_dispatches: int = 0
-    num_redispatches: int = 0
-    num_evictions: int = 0
-    num_rejects: int = 0
-    num_starts: int = 0
-    num_stops: int = 0
-    num_core_errors: int = 0
-    num_action_errors: int = 0
-    num_check_failures: int = 0
-    start_estimate_s: Seconds = 0.0
-    start_error_s: Seconds = 0.0
 
 
 class Runtime:
@@ -110,6 +96,7 @@ class Runtime:
         self._journal = JournalKeeper(config)
         self._files: FileFetcher | None = None
         self._checks: asyncio.Task[None] | None = None
+        self._solver = PlanSolver(self._post)
 
     async def __aenter__(self) -> Self:
         self._files = FileFetcher(self.core.fleet, self._config.node_token)
@@ -122,6 +109,7 @@ class Runtime:
             handle.end(StateUnavailable("the controller is stopping; try again", retry_after_s=1.0))
         self._handles.clear()
         self._links.close()
+        await self._solver.close()
         if self._wake is not None:
             self._wake.cancel()
         if self._checks is not None:
@@ -189,6 +177,12 @@ class Runtime:
     def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
         """Check a checkpoint's bytes on every node that has it. Raises CheckpointCorrupt, NodeLost."""
         return self._imports.verify(digest)
+
+    def profile_checkpoint(
+        self, digest: Digest
+    ) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
+        """Measure a checkpoint's steps on an instance of it. Raises Overloaded, InstanceFailed, NodeLost."""
+        return self._imports.profile(digest)
 
     async def evict_checkpoint(self, digest: Digest) -> Bytes:
         """Give a checkpoint's DRAM back wherever it is not pinned; return the bytes freed. Raises NodeLost."""
@@ -342,6 +336,8 @@ class Runtime:
             case do.DeleteCheckpoint(digest, reason):
                 log.info("checkpoint deleted", digest=digest, reason=reason)
                 self._links.broadcast(DeleteCheckpoint(digest))
+            case do.SolvePlan():
+                self._solver.ask(action)
             case do.WakeAt(at):
                 self._set_wake(at - now)
 

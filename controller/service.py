@@ -54,6 +54,7 @@ class ServiceConfig:
     result_ttl_s: float = 86_400.0
     tenant_weights: tuple[tuple[TenantId, float], ...] = ()
     limits: Limits = field(default_factory=Limits)
+    solver_limit_s: float = 1.0
 
 
 async def serve(config: ServiceConfig) -> None:
@@ -84,7 +85,9 @@ async def serve(config: ServiceConfig) -> None:
 def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[Runtime, Door]:
     metrics = Metrics()
     runtime_config = RuntimeConfig(
-        core=CoreConfig(epoch=str(lease.token), tenant_weights=config.tenant_weights),
+        core=CoreConfig(
+            epoch=str(lease.token), tenant_weights=config.tenant_weights, solver_limit_s=config.solver_limit_s
+        ),
         node_token=config.node_token,
         fencing_token=lease.token,
         deployment=lease.deployment,

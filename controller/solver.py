@@ -1,16 +1,26 @@
-"""The planner's goal as a mixed-integer programme for HiGHS: an optional check on the search that runs live.
+"""The planner's goal as a mixed-integer programme for HiGHS, solved in a process of its own (plan_solver.py).
 
-scipy is needed only here. `solve` takes seconds in the worst case, so it belongs in a thread; it keeps its time limit
-and answers None when it found nothing better within it.
+scipy is needed only here. Up to `MAX_EXACT` groups on two slots trying every plan is quicker than HiGHS, and exact.
+Beyond, HiGHS keeps its time limit; what it has found of a goal when that ends is its answer, None if that is nothing.
 Source: [qlm] positions x[group, slot, place]; ours is lexicographic and counts swaps by model and slot.
 """
 
+import os
+import struct
+import sys
 import time
 from collections.abc import Sequence
+from typing import BinaryIO
 
-from nearline.controller.policy.planner import Plan, PlanGroup, PlanSlot
-from nearline.protocol import Seconds
+from nearline.controller.actions import Action, SolvePlan
+from nearline.controller.events import PlanSolved
+from nearline.controller.policy.planner import MAX_EXACT, exact
+from nearline.controller.policy.plans import Plan, PlanGroup, PlanSlot
+from nearline.protocol import MessageCodec, Seconds, encode
 
+MAX_EXACT_SLOTS = 2
+LENGTH = struct.Struct("<I")
+NICENESS = 5
 _SLACK = 1e-4
 """Room left to an earlier goal while a later one is sought; HiGHS keeps rows to 1e-6 and integers to 1e-6."""
 
@@ -115,7 +125,7 @@ def solve(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot], time_limit_s: 
         for has_presolve in (True, False):  # HiGHS's presolve sometimes loses a feasible programme
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                return None
+                break
             found = milp(
                 cost,
                 constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),
@@ -123,11 +133,13 @@ def solve(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot], time_limit_s: 
                 integrality=np.array(programme.is_integer, dtype=int),
                 options={"time_limit": left_s, "presolve": has_presolve},
             )
-            if found.status == 0:
+            if found.status == 0 or found.x is not None:
                 break
-        if found is None or found.status != 0 or found.x is None:
-            return None
+        if found is None or found.x is None:
+            break  # no time: what was found for the goals before is still a plan
         solution = found.x
+        if found.status != 0:
+            break
         rows.append((goal, float("-inf"), float(found.fun) + _SLACK))
     return None if solution is None else _plan(programme, solution, len(groups), len(slots))
 
@@ -138,3 +150,36 @@ def _plan(programme: _Programme, solution: Sequence[float], num_groups: int, num
         return tuple(g for j, g in places if solution[programme.x(g, s, j)] > 0.5)
 
     return tuple(order(s) for s in range(num_slots))
+
+
+def best(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot], time_limit_s: Seconds) -> Plan | None:
+    """Find the best plan there is time for: by trying all while they are few, else by HiGHS."""
+    if len(groups) <= MAX_EXACT and len(slots) <= MAX_EXACT_SLOTS:
+        return exact(groups, slots)
+    try:
+        return solve(groups, slots, time_limit_s)
+    except ImportError:  # optional; the search that runs live serves alone
+        return None
+
+
+def read_record(stream: BinaryIO) -> bytes | None:
+    """Read one length-prefixed record, or None at the end."""
+    head = stream.read(LENGTH.size)
+    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+
+
+def main() -> int:
+    """Answer every SolvePlan on stdin with a PlanSolved on stdout, until stdin closes."""
+    os.nice(NICENESS)
+    codec = MessageCodec(Action)
+    while (data := read_record(sys.stdin.buffer)) is not None:
+        wish = codec.decode(data)
+        assert isinstance(wish, SolvePlan), "nothing else is asked here"
+        answer = encode(PlanSolved(wish.version, best(wish.groups, wish.slots, wish.time_limit_s)))
+        sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
+        sys.stdout.buffer.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

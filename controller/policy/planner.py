@@ -7,37 +7,16 @@ moves single groups and exchanges pairs while that helps. The same goal for a so
 Source: [qlm] groups on virtual queues; its artifact minimises total completion time and gives up under overload.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
 
+from nearline.controller.policy.plans import Plan, PlanGroup, PlanSlot
 from nearline.protocol import Seconds
 
 MAX_EXACT = 7
 _MAX_ROUNDS = 50
 
 
-@dataclass(frozen=True, slots=True)
-class PlanGroup:
-    """Waiting requests that are served together: `due_s` from now (negative: late already), `work_s` on a slot."""
-
-    model: str
-    work_s: Seconds
-    due_s: Seconds
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSlot:
-    """What a slot holds now, when it is free, and how long each other model takes to come up in it."""
-
-    loaded: str | None
-    swap_s: Mapping[str, Seconds]
-    free_s: Seconds = 0.0
-
-
-Plan = tuple[tuple[int, ...], ...]
-"""For each slot the indices of its groups, in order."""
 Score = tuple[float, float, float, int]
 """Weighted violations, weighted tardiness, total wait (seconds), swaps; smaller is better."""
 
@@ -66,6 +45,11 @@ def exact(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot]) -> Plan:
     if len(groups) > MAX_EXACT:
         raise ValueError(f"{len(groups)} groups have too many plans to try them all (limit {MAX_EXACT})")
     return min(_all_plans(len(groups), len(slots)), key=lambda plan: (score(plan, groups, slots), plan))
+
+
+def is_plan(plan: Plan, groups: Sequence[PlanGroup], slots: Sequence[PlanSlot]) -> bool:
+    """Whether a plan puts every group on some slot exactly once."""
+    return len(plan) == len(slots) and sorted(i for order in plan for i in order) == list(range(len(groups)))
 
 
 def by_due_date(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot]) -> Plan:

@@ -21,7 +21,8 @@ OVERTAKE_FRACTION = 0.5
 
 _MEMORY = 256.0
 _PRIOR_WEIGHT = 8.0
-_PRIOR_TOKENS = 128.0
+PRIOR_TOKENS = 128.0
+"""Length of an answer of which nothing is known."""
 _MAX_KEYS = 4096
 
 _Key = tuple[object, ...]
@@ -77,7 +78,7 @@ class LengthPredictor:
 
     def predict(self, features: Features) -> float:
         """Return the expected number of output tokens, from 1 to max_tokens."""
-        mean = _PRIOR_TOKENS
+        mean = PRIOR_TOKENS
         for key in _keys(features):
             moments = self._moments.get(key)
             if moments is not None:

@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearline.controller.policy.planner import (
-    Plan,
-    PlanGroup,
-    PlanSlot,
     by_due_date,
     exact,
+    is_plan,
     planned,
     score,
 )
-from nearline.controller.solver import solve
+from nearline.controller.policy.plans import Plan, PlanGroup, PlanSlot
+from nearline.controller.solver import best, solve
 
 MODELS = ("a", "b", "c")
 SWAP = {"a": 3.0, "b": 5.0, "c": 8.0}
@@ -106,6 +105,15 @@ def test_the_solver_agrees_with_the_oracle(groups: list[PlanGroup], slots: list[
     assert plan is not None
     expected = score(exact(groups, slots), groups, slots)
     assert score(plan, groups, slots) == pytest.approx(expected, abs=1e-3)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(GROUPS.map(lambda groups: groups[0]), min_size=8, max_size=9))
+def test_beyond_the_oracle_the_solver_s_plan_is_a_plan_even_when_its_time_ends(groups: list[PlanGroup]) -> None:
+    pytest.importorskip("scipy")
+    slots = [PlanSlot(None, SWAP), PlanSlot("a", SWAP)]
+    plan = best(groups, slots, 0.3)
+    assert plan is None or is_plan(plan, groups, slots)
 
 
 def test_a_solver_without_time_answers_nothing() -> None:

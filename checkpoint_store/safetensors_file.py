@@ -1,12 +1,12 @@
 """Tensors of a safetensors file on disk: where they lie, and their bytes in blocks."""
 
 import contextlib
-import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nearline.checkpoint_store.buffers import direct_buffer
 from nearline.checkpoint_store.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from nearline.checkpoint_store.types import CHUNK_BYTES, DATA_ALIGNMENT, TensorEntry
 from nearline.protocol import Bytes
@@ -40,7 +40,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 def read_blocks(path: Path, offset: Bytes, num_bytes: Bytes, name: str) -> Iterator[memoryview]:
     """Read `num_bytes` from `offset` in blocks of at most CHUNK_BYTES. Raises CheckpointCorrupt at a short read."""
-    buffer = _BUFFERS.pop() if _BUFFERS else memoryview(mmap.mmap(-1, CHUNK_BYTES + 2 * DATA_ALIGNMENT))
+    buffer = _BUFFERS.pop() if _BUFFERS else direct_buffer(CHUNK_BYTES + 2 * DATA_ALIGNMENT)
     source = _Source(path)
     try:
         for done in range(0, num_bytes, CHUNK_BYTES):

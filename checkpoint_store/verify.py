@@ -1,10 +1,11 @@
 """Checks every chunk of a weights file on disk against the manifest, apart from the pool."""
 
-import mmap
+import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from nearline.checkpoint_store.buffers import direct_buffer
 from nearline.checkpoint_store.types import Manifest
 from nearline.checkpoint_store.weights_file import FileStamp, WeightsFile, check_digest
 from nearline.protocol import Bytes
@@ -22,7 +23,10 @@ def verify_weights(path: Path, manifest: Manifest, progress: Callable[[Bytes, By
     file = WeightsFile(path, manifest.num_bytes)
     executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="nearline-verify")
     try:
-        checks = [executor.submit(_check, file, manifest, i) for i in range(len(manifest.chunk_digests))]
+        buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(_NUM_READERS):
+            buffers.put(direct_buffer(min(manifest.chunk_bytes, manifest.num_bytes)))
+        checks = [executor.submit(_check, file, manifest, i, buffers) for i in range(len(manifest.chunk_digests))]
         done, bad = 0, []
         for check in as_completed(checks):
             num_bytes, error = check.result()
@@ -39,13 +43,17 @@ def verify_weights(path: Path, manifest: Manifest, progress: Callable[[Bytes, By
     return file.stamp
 
 
-def _check(file: WeightsFile, manifest: Manifest, index: int) -> tuple[Bytes, str | None]:
+def _check(
+    file: WeightsFile, manifest: Manifest, index: int, buffers: "queue.SimpleQueue[memoryview]"
+) -> tuple[Bytes, str | None]:
     offset = index * manifest.chunk_bytes
     num_bytes = min(manifest.chunk_bytes, manifest.num_bytes - offset)
-    with mmap.mmap(-1, num_bytes) as buffer, memoryview(buffer) as view:
-        try:
-            file.read_into(view, offset)
-            check_digest(view, manifest.chunk_digests[index], f"chunk {index} (byte {offset})")
-        except CheckpointCorrupt as error:
-            return num_bytes, error.message
+    buffer = buffers.get()
+    try:
+        file.read_into(buffer[:num_bytes], offset)
+        check_digest(buffer[:num_bytes], manifest.chunk_digests[index], f"chunk {index} (byte {offset})")
+    except CheckpointCorrupt as error:
+        return num_bytes, error.message
+    finally:
+        buffers.put(buffer)
     return num_bytes, None

@@ -3,7 +3,6 @@ while the caller reads its source, so that the disk is never idle and nothing go
 """
 
 import errno
-import mmap
 import os
 import queue
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import xxhash
 
+from nearline.checkpoint_store.buffers import direct_buffer
 from nearline.checkpoint_store.types import CHUNK_BYTES, DATA_ALIGNMENT
 from nearline.protocol import Bytes
 from nearline.protocol.errors import CheckpointCorrupt
@@ -31,7 +31,7 @@ class WeightsWriter:
         self._direct_fd: int | None = self._open_direct()
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(_NUM_PIECES):
-            self._free.put(memoryview(mmap.mmap(-1, _PIECE_BYTES)))  # on page boundaries, as direct writes want it
+            self._free.put(direct_buffer(_PIECE_BYTES))
         self._threads = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="nearline-write")
         self._under_way: list[Future[None]] = []
         self._piece, self._filled = self._free.get(), 0

@@ -2,11 +2,13 @@
 
 Speaks JSON lines on stdout: `{"phase", "done_bytes", "total_bytes"}` at most ten times a second, then exactly one of
 `{"checkpoint": CheckpointInfo}` (exit 0) or `{"error": ErrorInfo}` (exit 1). With `--asks-for-room` it says
-`{"needs_bytes": n}` before it writes and goes on at a line on stdin: `{}`, or `{"error": …}` to refuse.
+`{"needs_bytes": n}` before it writes and goes on at a line on stdin: `{}`, or `{"error": …}` to refuse. With
+`--stays` it imports one after another: each line `{"kind", "source", "base"}` on stdin gets progress and an outcome.
 Warnings go to stderr, open or not.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -14,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -84,17 +87,34 @@ def main(arguments: list[str] | None = None) -> int:
         reporter = dataclasses.replace(reporter, make_room=lines.ask_for_room)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _cancel)
-    try:
-        outcome = {"checkpoint": to_plain(_run(options, reporter))}
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        outcome = {"error": to_plain(ErrorInfo.of(error))}
-    try:
-        lines.write(outcome)
-    except Cancelled:
-        return 1
-    return 0 if "checkpoint" in outcome else 1
+    status = 0
+    for _ in _wishes(options):
+        try:
+            outcome = {"checkpoint": to_plain(_run(options, reporter))}
+        except BaseException as error:
+            if isinstance(error, SystemExit):
+                raise
+            outcome = {"error": to_plain(ErrorInfo.of(error))}
+        status = 0 if "checkpoint" in outcome else 1
+        try:
+            lines.write(outcome)
+        except Cancelled:
+            return 1
+        if "error" in outcome and ErrorInfo.of(Cancelled("")).code == outcome["error"]["code"]:
+            break
+    return status
+
+
+def _wishes(options: argparse.Namespace) -> Iterator[None]:
+    """One wish, as the command line says; or one per line on stdin, written into the options, until it ends."""
+    if not getattr(options, "stays", False):
+        yield
+        return
+    with contextlib.suppress(Cancelled):  # nothing was under way
+        while line := sys.stdin.readline():
+            wish = json.loads(line)
+            options.kind, options.source, options.base = wish["kind"], wish["source"], wish.get("base")
+            yield
 
 
 def _occupy_standard_streams() -> None:
@@ -142,10 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     importer = commands.add_parser("import", help="bring a model or an adapter into the store")
     importer.add_argument("--root", required=True, help="the store's directory")
     importer.add_argument("--kind", choices=[str(kind) for kind in CheckpointKind], default="model")
-    importer.add_argument("--source", required=True, help="directory, .gguf, file://, http(s):// or hub:org/name[@rev]")
+    importer.add_argument("--source", help="directory, .gguf, file://, http(s):// or hub:org/name[@rev]")
     importer.add_argument("--base", help="digest of the base model (adapters)")
     importer.add_argument("--quantize", choices=list(QUANT_FORMATS), help="store a model's weights in 8 or 4 bits")
     importer.add_argument("--asks-for-room", action="store_true", help="say needs_bytes, wait for a line on stdin")
+    importer.add_argument("--stays", action="store_true", help="import what lines on stdin wish: kind, source, base")
     verifier = commands.add_parser("verify", help="check a stored checkpoint against its digests")
     verifier.add_argument("--root", required=True, help="the store's directory")
     verifier.add_argument("--digest", required=True, help="the checkpoint's digest")

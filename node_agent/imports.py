@@ -1,13 +1,10 @@
-"""Imports of checkpoints: one subprocess each, few at a time, progress passed on, every one with an outcome.
+"""Imports of checkpoints: in subprocesses, few at a time, progress passed on, every one with an outcome.
 
 What was evicted from SSD comes back the same way, from where it came first.
 """
 
 import asyncio
-import contextlib
-import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +13,14 @@ from typing import Any
 import structlog
 
 from nearline.checkpoint_store import TOKEN_VARIABLE, CheckpointStore, Room, peer_source
+from nearline.node_agent.import_process import ImportProcess
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain, to_plain
-from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, Fault, NearlineError
+from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, NearlineError
 from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
 
 MAX_RUNNING = 2
-KILL_AFTER_S: Seconds = 3.0
-MAX_LINE_BYTES = 4 * 1024 * 1024
-_STDERR_TAIL = 800
+IDLE_S: Seconds = 5.0
+"""How long an adapter's importing process waits for the next one."""
 log = structlog.get_logger()
 
 Key = tuple[CheckpointKind, str, Digest | None]
@@ -51,6 +48,8 @@ class Imports:
         self._send = send
         self._store = store
         self._jobs: dict[Key, _Job] = {}
+        self._idle: list[ImportProcess] = []
+        self._endings: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(MAX_RUNNING)
 
     def start(self, wish: ImportCheckpoint) -> None:
@@ -117,6 +116,8 @@ class Imports:
         for runner in runners:
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(process.end() for process in idle), *self._endings)
 
     async def _run(self, key: Key, job: _Job) -> None:
         try:
@@ -133,90 +134,61 @@ class Imports:
                 del self._jobs[key]
 
     async def _import(self, job: _Job) -> CheckpointInfo:
-        wish = job.wish
-        command = [sys.executable, "-m", "nearline.checkpoint_store", "import", "--root", str(self._root)]
-        command += ["--kind", wish.kind.value, "--source", wish.source]
-        command += ["--base", wish.base_digest] if wish.base_digest else []
-        command += ["--asks-for-room"]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            start_new_session=True,
-            env=self._environment,
-        )
+        """Import in a process of its own. Adapters, of which there may be thousands, follow each other in one."""
+        may_follow = job.wish.kind is CheckpointKind.ADAPTER
+        process = self._idle.pop() if may_follow and self._idle else None
+        if process is None or not process.is_alive:
+            process = await ImportProcess.start(self._root, self._environment)
         rooms: list[Room] = []
+        is_over = False
         try:
-            outcome, errors = await asyncio.gather(self._read_outcome(process, job, rooms), _tail(process.stderr))
-            code = await process.wait()
+            outcome = await self._outcome(process, job, rooms)
+            is_over = True
             if "checkpoint" in outcome:
                 checkpoint = from_plain(CheckpointInfo, outcome["checkpoint"])
                 await asyncio.to_thread(self._store.adopt, checkpoint.digest)
                 return checkpoint
         finally:
-            await _end(process)
+            if is_over and may_follow:
+                self._keep(process)
+            else:
+                await process.end()
             for room in rooms:
                 self._store.give_up(room)
-        if "error" in outcome:
-            raise from_plain(ErrorInfo, outcome["error"]).exception()
-        raise Fault(f"the import of {wish.source} ended without an outcome (exit {code}); last words: {errors!r}")
+        raise from_plain(ErrorInfo, outcome["error"]).exception()
 
-    async def _read_outcome(self, process: asyncio.subprocess.Process, job: _Job, rooms: list[Room]) -> dict[str, Any]:
-        assert process.stdout is not None
-        outcome: dict[str, Any] = {}
-        async for line in process.stdout:
-            try:
-                said = json.loads(line)
-            except ValueError:
-                continue
-            if not isinstance(said, dict):
-                continue
+    def _keep(self, process: ImportProcess) -> None:
+        """Let an adapter's process wait a while for the next one."""
+        self._idle.append(process)
+        asyncio.get_running_loop().call_later(IDLE_S, self._let_go, process)
+
+    def _let_go(self, process: ImportProcess) -> None:
+        if process in self._idle:
+            self._idle.remove(process)
+            ending = asyncio.create_task(process.end())
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    async def _outcome(self, process: ImportProcess, job: _Job, rooms: list[Room]) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        async for said in process.ask(job.wish):
             if "needs_bytes" in said:
                 await self._make_room(process, said["needs_bytes"], rooms)
-                continue
-            if "phase" not in said:
-                outcome = said
-                continue
-            if said["phase"] == "writing" and rooms:
-                rooms[-1].written_bytes = said["done_bytes"]
-            for task_id in job.tasks:
-                self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
-        return outcome
+            elif "phase" in said:
+                if said["phase"] == "writing" and rooms:
+                    rooms[-1].written_bytes = said["done_bytes"]
+                for task_id in job.tasks:
+                    self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
+        return said
 
-    async def _make_room(self, process: asyncio.subprocess.Process, num_bytes: Bytes, rooms: list[Room]) -> None:
+    async def _make_room(self, process: ImportProcess, num_bytes: Bytes, rooms: list[Room]) -> None:
         answer: dict[str, Any] = {}
         try:
             rooms.append(await asyncio.to_thread(self._store.reserve, num_bytes))
         except NearlineError as error:
             answer = {"error": to_plain(ErrorInfo.of(error))}
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended; its outcome says why
-            process.stdin.write(json.dumps(answer).encode() + b"\n")
-            await process.stdin.drain()
+        await process.answer(answer)
 
     def _tell(self, job: _Job, message: Callable[[TaskId], object]) -> None:
         for task_id in job.tasks:
             self._send(message(task_id))
-
-
-async def _tail(stream: asyncio.StreamReader | None) -> str:
-    assert stream is not None
-    tail = b""
-    while data := await stream.read(65536):
-        tail = (tail + data)[-_STDERR_TAIL:]
-    return tail.decode(errors="replace").strip()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Terminate, then kill, a process that may have ended already; it is reaped even when we are cancelled."""
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(KILL_AFTER_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

@@ -98,7 +98,7 @@ class HostStore:
             dtype, device = self._cache.store.dtype, self._cache.store.device
             is_cpu = device.type == "cpu"
             self._blocks = (
-                _zeros(tuple(shape), dtype, device) if is_cpu else torch.zeros(shape, dtype=dtype).pin_memory()
+                _zeros(tuple(shape), dtype, device) if is_cpu else torch.zeros(shape, dtype=dtype, pin_memory=True)
             )
         return self._blocks
 

@@ -70,6 +70,8 @@ class Runner:
         """
         self.spec, self.config = spec, config
         self._device = torch.device(config.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # Triton launches on the current device, wherever its tensors are
         self.dtype = config.dtype or compute_dtype(spec, weights)
         self.merge_bytes = self._merge_bytes(weights) if config.is_merging else 0
         self.kv = KVCache.within(spec, config.kv_bytes - self.merge_bytes, config.block_size, self.dtype, self._device)

@@ -42,6 +42,11 @@ class AsyncAdmin:
         async for event in self._transport.events("POST", f"/admin/{kind}/{quote(name, safe='/:')}/verify", None):
             yield event
 
+    async def profile(self, name: str) -> AsyncIterator[dict[str, Any]]:
+        """Measure what a model's steps take; yield progress, then the profile. Starts the model if need be."""
+        async for event in self._transport.events("POST", f"/admin/models/{quote(name, safe='/:')}/profile", None):
+            yield event
+
     async def evict(self, name: str) -> int:
         """Give a model's DRAM back: the next start reads from SSD. Returns the bytes freed (0 while it runs)."""
         answer = await self._transport.json("POST", f"/admin/models/{quote(name, safe='/:')}/evict")

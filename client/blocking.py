@@ -167,6 +167,10 @@ class Admin:
         """Check bytes on SSD; yield progress events, then the result."""
         return self._loop.iterate(self._admin.verify(kind, name))
 
+    def profile(self, name: str) -> Iterator[dict[str, Any]]:
+        """Measure what a model's steps take; yield progress events, then the profile."""
+        return self._loop.iterate(self._admin.profile(name))
+
     def evict(self, name: str) -> int:
         """Give a model's DRAM back; returns the bytes freed."""
         return self._loop.run(self._admin.evict(name))

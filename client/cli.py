@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from nearline import __version__
-from nearline.client.commands import demo, errands, fleet, invoke, models, settings, up
+from nearline.client.commands import demo, errands, fleet, invoke, models, profile, settings, up
 
 
 def _print_version(wanted: bool) -> None:
@@ -28,6 +28,7 @@ models.model.command("set")(settings.set_model)
 models.model.command("verify")(errands.verify_model)
 models.model.command("evict")(errands.evict_model)
 models.adapter.command("verify")(errands.verify_adapter)
+app.command("profile")(profile.profile)
 app.command("invoke")(invoke.invoke)
 app.add_typer(invoke.job, name="job")
 app.command("ps")(fleet.ps)

@@ -13,7 +13,7 @@ from nearline.controller.node_link import NodeLinks
 from nearline.controller.policy.imports import import_place
 from nearline.controller.state import Fleet, NodeRecord
 from nearline.protocol import Bytes, CheckpointKind, Digest, NodeId, TaskId
-from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound
+from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound, Overloaded
 from nearline.protocol.frames import (
     CancelImport,
     EvictCheckpoint,
@@ -21,6 +21,9 @@ from nearline.protocol.frames import (
     ImportFailed,
     ImportFinished,
     ImportProgress,
+    ProfileFinished,
+    ProfileInstance,
+    ProfileProgress,
     TaskFinished,
     ToAgent,
     VerifyCheckpoint,
@@ -29,7 +32,9 @@ from nearline.protocol.frames import (
 _FETCH_S = 15.0
 _RETRY_S = 5.0
 MAX_FILE_BYTES = 64 << 20
-ImportFrame = ImportProgress | ImportFinished | ImportFailed | TaskFinished
+Outcome = ImportFinished | TaskFinished | ProfileFinished
+Progress = ImportProgress | ProfileProgress
+ImportFrame = Progress | Outcome | ImportFailed
 log = structlog.get_logger(__name__)
 
 
@@ -57,7 +62,7 @@ class Imports:
         wish = ImportCheckpoint(task_id, kind, source, base_digest)
         async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
             async for frame in frames:
-                assert not isinstance(frame, TaskFinished), f"{task_id} is an import"
+                assert isinstance(frame, (ImportProgress, ImportFinished)), f"{task_id} is an import"
                 yield frame
 
     async def verify(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
@@ -70,8 +75,22 @@ class Imports:
             wish = VerifyCheckpoint(task_id, digest)
             async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
                 async for frame in frames:
-                    assert not isinstance(frame, ImportFinished), f"{task_id} is no import"
+                    assert isinstance(frame, (ImportProgress, TaskFinished)), f"{task_id} is a verification"
                     yield node.node_id, frame
+
+    async def profile(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
+        """Measure a checkpoint's steps on the least busy instance of it. Raises Overloaded without a ready instance,
+        and what the node refuses it with."""
+        running = [i for i in self._fleet.instances.values() if i.spec.digest == digest and i.is_usable]
+        if not running:
+            raise Overloaded("no instance of this model is ready to be measured; try again", retry_after_s=_RETRY_S)
+        chosen = min(running, key=lambda instance: (len(instance.in_flight), instance.instance_id))
+        node_id, task_id = chosen.node.node_id, TaskId(self._next_id("profile"))
+        wish = ProfileInstance(task_id, chosen.instance_id)
+        async with aclosing(self._follow(node_id, task_id, wish)) as frames:
+            async for frame in frames:
+                assert isinstance(frame, (ProfileProgress, ProfileFinished)), f"{task_id} is a profile"
+                yield node_id, frame
 
     async def evict(self, digest: Digest) -> Bytes:
         """Give a checkpoint's DRAM back wherever it is not pinned; return the bytes freed. Raises NodeLost."""
@@ -86,7 +105,7 @@ class Imports:
 
     async def _follow(
         self, node_id: NodeId, task_id: TaskId, wish: ToAgent
-    ) -> AsyncGenerator[ImportProgress | ImportFinished | TaskFinished, None]:
+    ) -> AsyncGenerator[Progress | Outcome, None]:
         task = self._running[task_id] = _Task(node_id)
         is_over = False
         try:
@@ -94,7 +113,7 @@ class Imports:
                 raise NodeLost(f"node {node_id} has no link; try again", retry_after_s=_RETRY_S)
             while not is_over:
                 frame = await task.frames.get()
-                is_over = not isinstance(frame, ImportProgress)
+                is_over = not isinstance(frame, Progress)
                 if isinstance(frame, ImportFailed):
                     raise frame.error.exception()
                 yield frame
@@ -108,7 +127,7 @@ class Imports:
         task = self._running.get(frame.task_id)
         if task is not None:
             task.frames.put_nowait(frame)
-        elif isinstance(frame, ImportProgress):
+        elif isinstance(frame, Progress):
             self._links.send(node_id, CancelImport(frame.task_id))
 
     def node_lost(self, node_id: NodeId) -> None:

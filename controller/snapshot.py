@@ -40,6 +40,7 @@ def _node(node: NodeRecord) -> Row:
         "ssd_budget_bytes": report.ssd_budget_bytes,
         "ssd_free_bytes": report.ssd_free_bytes,
         "bandwidths": {row.tier.value: row.bytes_per_s for row in report.bandwidths},
+        "profiles": {profile.digest: to_plain(profile) for profile in report.profiles},
         "residency": {row.digest: to_plain(row) for row in node.residency.values()},
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nearline.engine.sequence import Sequence
 from nearline.engine.types import BatchItem, SampledToken
 from nearline.protocol import Pooling, TokenLogprob
-from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo
+from nearline.protocol.errors import ErrorInfo, NotANumber
 
 _SLAB_ROWS = 64
 """Rows whose logits exist at once: 64 of a vocabulary of 150,000 take 38 MB."""
@@ -57,8 +57,10 @@ class PromptReader:
             sums = [chunk.sum_M for chunk in self._chunks.pop(item.sequence, []) if chunk.sum_M is not None]
             vector = (torch.stack(sums).sum(0) / item.sequence.num_prompt).float()
         if not bool(torch.isfinite(vector).all()):
-            whose = "adapter" if item.sequence.request.adapter_digest else "checkpoint"
-            broken = CheckpointCorrupt(f"the embedding has numbers that are not finite; verify the {whose}'s weights")
+            broken = NotANumber(
+                "the embedding of this text is not finite: the model overflows or holds weights that are not numbers; "
+                "another text, or a checkpoint of another dtype, may do"
+            )
             return SampledToken(0, error=ErrorInfo.of(broken))
         return SampledToken(0, embedding=vector.cpu().numpy().astype("<f4").tobytes())
 

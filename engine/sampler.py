@@ -15,7 +15,7 @@ from nearline.engine.distribution import Row, adjust, adjusts, draw, is_greedy, 
 from nearline.engine.grammars import Grammars
 from nearline.engine.types import BatchItem, SampledToken
 from nearline.protocol import SamplingParams
-from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, NearlineError
+from nearline.protocol.errors import ErrorInfo, InvalidRequest, NearlineError, NotANumber
 
 
 class Sampler:
@@ -56,7 +56,7 @@ class Sampler:
                 if params.grammar is not None:
                     logits[~self._grammars.allowed(sequence, position)] = -np.inf
                 if not np.isfinite(logits.max()):
-                    return _failed(_not_finite(item))
+                    return _failed(_nothing_allowed(position) if np.isfinite(raw.max()) else _not_finite(item))
             token_id = int(logits.argmax()) if is_greedy(params) else draw(logits, params, position)
             is_last = params.grammar is not None and self._grammars.completes(sequence, token_id)
         except NearlineError as error:
@@ -115,8 +115,15 @@ def _is_plain(item: BatchItem) -> bool:
 
 def _not_finite(item: BatchItem) -> NearlineError:
     position = item.start + item.num_tokens
-    whose = "adapter" if item.sequence.request.adapter_digest else "checkpoint"
-    return CheckpointCorrupt(f"no finite logits for position {position}; verify the {whose}'s weights")
+    return NotANumber(
+        f"the model's output for position {position} is not finite: "
+        f"{'the adapter or its base' if item.sequence.request.adapter_digest else 'the model'} overflows "
+        "or holds weights that are not numbers; another prompt, or a checkpoint of another dtype, may do"
+    )
+
+
+def _nothing_allowed(position: int) -> NearlineError:
+    return InvalidRequest(f"the request's grammar and limits leave no token for position {position}; loosen them")
 
 
 def _failed(error: NearlineError) -> SampledToken:

@@ -13,9 +13,8 @@ _SWEEPS_TO_FIT = 4000
 class Law:
     """Coefficients of one law, and the fading sums they follow from."""
 
-    def __init__(self, coefficients: Sequence[float], fade: float = 1.0) -> None:
+    def __init__(self, coefficients: Sequence[float]) -> None:
         self.coefficients = list(coefficients)
-        self._fade = fade
         size = range(len(self.coefficients))
         self._fixed = [[0.0 for _ in size] for _ in size], [0.0 for _ in size]
         self._fading = [[0.0 for _ in size] for _ in size], [0.0 for _ in size]
@@ -27,12 +26,12 @@ class Law:
         """Hold on to what the coefficients say now about a step with these features."""
         _add(self._fixed, features, self.predict(features), weight)
 
-    def observe(self, features: Sequence[float], measured: float) -> None:
-        """Take in one measurement, > 0."""
+    def observe(self, features: Sequence[float], measured: float, fade: float = 1.0) -> None:
+        """Take in one measurement, > 0; earlier ones count `fade` as much as before."""
         gram, right = self._fading
         for row in gram:
-            row[:] = [self._fade * value for value in row]
-        right[:] = [self._fade * value for value in right]
+            row[:] = [fade * value for value in row]
+        right[:] = [fade * value for value in right]
         _add(self._fading, features, measured, 1.0)
 
     def settle(self, num_sweeps: int) -> None:

@@ -16,6 +16,9 @@ from nearline.node_agent.config import NodeConfig, parse_bytes
 from nearline.protocol import Bytes
 from nearline.protocol.errors import NearlineError
 
+POLICIES = ("fcfs", "shortest", "mlfq")
+"""What `python -m nearline.engine --policy` takes."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the agent; returns the exit status. A failed start says why in one line."""
@@ -43,6 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--prewarm", type=int, metavar="N", help="idle engine processes kept per device (default: slots, at most 2)")
     add("--kv-bytes", type=_size, metavar="SIZE", help="KV caches of all instances of a device (default: 1/8 of RAM)")
     add("--max-running", type=int, default=32, help="sequences decoded at once per instance")
+    add("--hang-timeout", type=float, default=30.0, metavar="S", help="engines silent for longer are killed (30)")
+    add("--engine-policy", choices=POLICIES, help="in which order an engine's sequences run (default: fcfs)")
+    add("--tpot-ms", type=float, metavar="MS", help="target between tokens for which prompts are cut (default: 100)")
+    add(
+        "--swap-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="host memory per engine for preempted sequences' KV (default 0)",
+    )
     add("--token-file", type=Path, help="file with the cluster token (or set NEARLINE_CLUSTER_TOKEN)")
     add("--engine-command", help="how to start engines, e.g. 'numactl -N0 python -m nearline.engine'")
     add("--json-logs", action="store_true", help="one JSON object per log line")
@@ -62,8 +74,12 @@ def _config(options: argparse.Namespace) -> NodeConfig:
         num_prewarmed=options.prewarm,
         kv_bytes=options.kv_bytes,
         max_running=options.max_running,
+        hang_timeout_s=options.hang_timeout,
         token=_token(options.token_file),
     )
+    wished = (("--policy", options.engine_policy), ("--tpot-ms", options.tpot_ms), ("--swap-bytes", options.swap_bytes))
+    engine_options = [text for flag, value in wished if value is not None for text in (flag, str(value))]
+    config = replace(config, engine_options=tuple(engine_options))
     if options.engine_command:
         config = replace(config, engine_command=tuple(shlex.split(options.engine_command)))
     return config

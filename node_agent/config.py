@@ -52,11 +52,19 @@ class NodeConfig:
     num_prewarmed: int | None = None
     kv_bytes: Bytes | None = None
     max_running: int = 32
+    hang_timeout_s: float = 30.0
     token: str | None = field(default=None, repr=False)
     engine_command: tuple[str, ...] = (sys.executable, "-m", "nearline.engine")
+    engine_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("num_slots", 1), ("num_prewarmed", 0), ("kv_bytes", 1), ("max_running", 1)):
+        for name, least in (
+            ("num_slots", 1),
+            ("num_prewarmed", 0),
+            ("kv_bytes", 1),
+            ("max_running", 1),
+            ("hang_timeout_s", 0.1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")

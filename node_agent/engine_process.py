@@ -51,6 +51,7 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._killer: asyncio.TimerHandle | None = None
         self._is_doomed = False
+        self._cause = ""
 
     async def run(self) -> str:
         """Run the process to its end and say how it ended. Every frame it sent has been handed on before."""
@@ -88,6 +89,11 @@ class EngineProcess:
         self._signal(signal.SIGTERM)
         self._killer = asyncio.get_running_loop().call_later(KILL_AFTER_S, self._signal, signal.SIGKILL)
 
+    def kill_hung(self, cause: str) -> None:
+        """End a process that does not answer at once, and say why in how it ended."""
+        self._is_doomed, self._cause = True, f"{cause}: "
+        self._signal(signal.SIGKILL)
+
     async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
         launch, fd = self._launch, theirs.fileno()
         descriptors = ["--socket-fd", str(fd), "--pool-fd", str(launch.pool_fd), "--ready-fd", str(launch.ready_fd)]
@@ -121,7 +127,7 @@ class EngineProcess:
             code = await exiting
             # A stray child may hold the socket open; what the engine itself wrote is already there.
             await asyncio.wait((reading, logging), timeout=0.5)
-            return _how(code, sink.path)
+            return self._cause + _how(code, sink.path)
         finally:
             for task in (reading, logging, exiting):
                 task.cancel()

@@ -8,7 +8,7 @@ from nearline.node_agent.sequences import SequenceTable
 from nearline.node_agent.types import EngineId
 from nearline.protocol import Digest, FinishReason, InstanceId, InstanceStatus, RequestId, SequenceUpdate
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
-from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, Tokens, UnloadAdapter
+from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, Tokens, UnloadAdapter, Yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,14 @@ class Relay:
             book.pop(instance_id, None)
         self._table.take(instance_id)
 
+    def engine_of(self, instance_id: InstanceId) -> EngineId | None:
+        return self._engines.get(instance_id)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any instance runs a sequence."""
+        return bool(self._table.instances())
+
     def submit(self, message: Submit, is_ready: bool) -> None:
         """Hand a sequence to its engine, after its adapter; answer at once when that cannot be."""
         instance_id, request = message.instance_id, message.request
@@ -82,6 +90,11 @@ class Relay:
         if self._table.remove(message.instance_id, message.request_id):
             self._ports.to_engine(self._engines[message.instance_id], message)
             self._tell_drained(message.instance_id)
+
+    def yield_place(self, message: Yield) -> None:
+        """Let one sequence give way inside its engine; one that is not there any more has given way."""
+        if self._table.has(message.instance_id, message.request_id):
+            self._ports.to_engine(self._engines[message.instance_id], message)
 
     def step_done(self, engine_id: EngineId, step: StepDone) -> None:
         """Pass on what a step produced."""

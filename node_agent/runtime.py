@@ -13,9 +13,12 @@ from nearline.node_agent import events as ev
 from nearline.node_agent.config import Hardware, NodeConfig, resolve
 from nearline.node_agent.core import NodeCore
 from nearline.node_agent.errands import Errands
+from nearline.node_agent.heartbeat import Heartbeat
 from nearline.node_agent.imports import Imports
 from nearline.node_agent.leases import Leases
 from nearline.node_agent.link import ControllerLink
+from nearline.node_agent.profiles import Profiles, Profiling
+from nearline.node_agent.pulse import patience_s
 from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.supervisor import Supervisor, launches
 from nearline.node_agent.types import EngineId
@@ -48,6 +51,7 @@ class NodeRuntime:
     def __init__(self, config: NodeConfig, hardware: Hardware, store: CheckpointStore, identity: NodeIdentity) -> None:
         self._identity = identity
         self._store = store
+        self._hang_timeout_s = config.hang_timeout_s
         self._local_host = "127.0.0.1"
         self._report_interval_s = FIRST_REPORT_INTERVAL_S
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -68,6 +72,9 @@ class NodeRuntime:
             self._supervisor.send, self._link.send, store.directory, lambda instance_id: post(ev.Drained(instance_id))
         )
         self._relay = Relay(ports)
+        self._profiles = Profiles(config.data_dir / "profiles")
+        self._profiling = Profiling(self._profiles, self._supervisor.send, self._link.send)
+        self._heartbeat = Heartbeat(self._supervisor.send, self._supervisor.kill_hung, config.hang_timeout_s)
         self._errands = Errands(store, self._send_outcome)
         self._message_handlers = self._handlers_of_messages()
         self._action_handlers = self._handlers_of_actions()
@@ -79,6 +86,7 @@ class NodeRuntime:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._link.run(), name="link")
                 group.create_task(self._report_forever(), name="report")
+                group.create_task(self._heartbeat.run(), name="heartbeat")
                 group.create_task(self._own(), name="owner")
         finally:
             for timer in (self._timer, self._reporting):
@@ -131,17 +139,21 @@ class NodeRuntime:
     def _handlers_of_messages(self) -> dict[type, Callable[[Any], None]]:
         return {
             ev.EngineExited: self._engine_exited,
+            ev.LeaseFilled: self._lease_filled,
+            ev.LinkLost: self._link_lost,
             fr.Welcome: self._welcome,
             fr.EnsureInstance: self._ensure,
             fr.StopInstance: lambda m: self._decide(ev.StopWished(m.instance_id, m.drain_s)),
             fr.Submit: self._submit,
             fr.Abort: self._relay.abort,
+            fr.Yield: self._relay.yield_place,
             fr.ImportCheckpoint: self._imports.start,
             fr.CancelImport: self._cancel_task,
             fr.DeleteCheckpoint: lambda m: self._decide(ev.DeleteWished(m.digest)),
             fr.Preload: lambda m: self._leases.run("preload", self._store.preload, m.digest),
             fr.EvictCheckpoint: self._errands.evict,
             fr.VerifyCheckpoint: self._errands.verify,
+            fr.ProfileInstance: self._profile,
         }
 
     def _ensure(self, message: fr.EnsureInstance) -> None:
@@ -151,6 +163,21 @@ class NodeRuntime:
     def _engine_exited(self, event: ev.EngineExited) -> None:
         self._decide(event)  # answers its sequences, so the relay forgets it only afterwards
         self._relay.unbind(event.engine_id)
+        self._heartbeat.gone(event.engine_id)
+        self._profiling.engine_gone(event.engine_id)
+
+    def _lease_filled(self, event: ev.LeaseFilled) -> None:
+        self._decide(event)
+        self._heartbeat.filled(event.instance_id)
+
+    def _link_lost(self, event: ev.LinkLost) -> None:
+        self._decide(event)
+        self._profiling.cancel_all()
+
+    def _profile(self, message: fr.ProfileInstance) -> None:
+        is_ready = self._core.state(message.instance_id) is InstanceState.READY
+        engine_id = self._relay.engine_of(message.instance_id) if is_ready else None
+        self._profiling.start(message, engine_id, self._relay.is_busy)
 
     def _welcome(self, message: fr.Welcome) -> None:
         self._report_interval_s = message.report_interval_s
@@ -168,6 +195,7 @@ class NodeRuntime:
     def _cancel_task(self, message: fr.CancelImport) -> None:
         self._imports.cancel(message.task_id)
         self._errands.cancel(message.task_id)
+        self._profiling.cancel(message.task_id)
 
     def _send_outcome(self, message: object) -> None:
         if isinstance(message, fr.ImportFinished):
@@ -187,7 +215,7 @@ class NodeRuntime:
             act.UnbindEngine: self._unbind_engine,
             act.KillEngine: self._kill_engine,
             act.AcquireCheckpoint: lambda a: self._leases.acquire(a.instance_id, a.digest),
-            act.ReleaseCheckpoint: lambda a: self._leases.release(a.instance_id),
+            act.ReleaseCheckpoint: self._release_checkpoint,
             act.DeleteCheckpoint: self._delete_checkpoint,
             act.SendStatus: self._send_status,
             act.AwaitDrain: lambda a: self._relay.await_drain(a.instance_id),
@@ -204,22 +232,33 @@ class NodeRuntime:
         spec = action.spec
         lease = self._leases.lease(spec.instance_id)
         manifest_path = str(lease.directory / MANIFEST_NAME)
-        bind = fr.Bind(spec, manifest_path, lease.frames, action.kv_bytes, action.max_running, action.num_threads)
+        profile = self._profiles.of(spec.digest)
+        sizes = (action.kv_bytes, action.max_running, action.num_threads)
+        bind = fr.Bind(spec, manifest_path, lease.frames, *sizes, profile=profile)
         self._relay.bind(action.engine_id, spec.instance_id)
+        patient_s = patience_s(self._store.manifest(spec.digest).info, profile, self._hang_timeout_s)
+        self._heartbeat.binding(action.engine_id, spec.instance_id, patient_s)
         self._supervisor.send(action.engine_id, bind)
 
     def _unbind_engine(self, action: act.UnbindEngine) -> None:
         self._relay.unbind(action.engine_id)
+        self._heartbeat.busy(action.engine_id)
         self._supervisor.send(action.engine_id, fr.Unbind())
 
     def _kill_engine(self, action: act.KillEngine) -> None:
         log.info("ending an engine", engine_id=action.engine_id, reason=action.reason)
         self._relay.unbind(action.engine_id)
+        self._heartbeat.gone(action.engine_id)
         self._supervisor.kill(action.engine_id)
+
+    def _release_checkpoint(self, action: act.ReleaseCheckpoint) -> None:
+        self._heartbeat.released(action.instance_id)
+        self._leases.release(action.instance_id)
 
     def _delete_checkpoint(self, action: act.DeleteCheckpoint) -> None:
         for instance_id in self._relay.unload_adapter(action.digest):
             self._inbox.put_nowait(ev.AdapterChanged(instance_id, action.digest, False))
+        self._profiles.forget(action.digest)
         self._leases.run("delete", self._store.delete, action.digest)
 
     def _send_status(self, action: act.SendStatus) -> None:
@@ -240,17 +279,26 @@ class NodeRuntime:
                 self._relay.step_done(engine_id, frame)
             case fr.EngineReady():
                 log.info("engine warm", engine_id=engine_id, pid=frame.pid, warmup_s=round(frame.warmup_s, 3))
+                self._heartbeat.idle(engine_id)
                 self._inbox.put_nowait(ev.EngineWarm(engine_id))
+            case fr.FramesFree():
+                self._leases.release_when_read(frame.instance_id)
+            case fr.Pong():
+                self._heartbeat.answered(engine_id, frame.number)
+            case fr.ProfileProgress() | fr.ProfileFinished() | fr.ImportFailed():
+                self._profiling.heard(frame)
+                if isinstance(frame, fr.ProfileFinished):
+                    self._send_report()
             case fr.Bound():
+                self._heartbeat.bound(frame.instance_id)
                 self._inbox.put_nowait(
                     ev.EngineBound(engine_id, frame.instance_id, frame.bind_s, frame.kv_tokens_total)
                 )
             case fr.BindFailed():
                 self._inbox.put_nowait(ev.EngineBindFailed(engine_id, frame.instance_id, frame.error))
             case fr.Unbound():
+                self._heartbeat.idle(engine_id)
                 self._inbox.put_nowait(ev.EngineUnbound(engine_id))
-            case fr.FramesFree():
-                self._leases.release_when_read(frame.instance_id)
             case fr.AdapterLoaded():
                 instance_id = self._relay.adapter_loaded(engine_id, frame)
                 if instance_id is not None:
@@ -297,6 +345,7 @@ class NodeRuntime:
             process_s=core.process_pace.value_s,
             num_prewarmed=core.num_prewarmed,
             residency=store.residency(),
+            profiles=self._profiles.all(),
             instances=tuple(self._relay.with_load(status) for status in core.statuses()),
         )
 

@@ -25,6 +25,9 @@ class SequenceTable:
                 running.pop(update.request_id, None)
         return known
 
+    def has(self, instance_id: InstanceId, request_id: RequestId) -> bool:
+        return request_id in self._attempts.get(instance_id, {})
+
     def remove(self, instance_id: InstanceId, request_id: RequestId) -> bool:
         """Forget one sequence; tell whether it was there."""
         return self._attempts.get(instance_id, {}).pop(request_id, None) is not None

@@ -48,6 +48,11 @@ class Supervisor:
         if process:
             process.kill()
 
+    def kill_hung(self, engine_id: EngineId, cause: str) -> None:
+        process = self._processes.get(engine_id)
+        if process:
+            process.kill_hung(cause)
+
     async def close(self) -> None:
         """End all processes and wait until they are reaped."""
         tasks = list(self._tasks.values())
@@ -71,7 +76,8 @@ def launches(
 ) -> dict[int, Launch]:
     """Describe how engines are started on each device."""
     environment = engine_environment(hardware.num_cores)
-    base = Launch(config.engine_command, environment, pool_fd, ready_fd, layout, config.data_dir / "logs")
+    command = (*config.engine_command, *config.engine_options)
+    base = Launch(command, environment, pool_fd, ready_fd, layout, config.data_dir / "logs")
     return {
         index: replace(base, environment=environment | {"CUDA_VISIBLE_DEVICES": device.visible_as})
         for index, device in enumerate(hardware.devices)

@@ -13,6 +13,7 @@ NearlineError
 │   └── SloUnattainable, DeadlineExceeded   a retry cannot help before the deadline
 └── Fault                     ours
     ├── CheckpointUnreadable    bad bytes, met while serving
+    ├── NotANumber              weights that are whole, and a step over them that is not finite; the same anywhere
     └── InstanceFailed, NodeLost, OutOfMemory, StorageFull, StateUnavailable, SourceUnavailable, Cancelled
 
 Every error is one row of `ERRORS`; a test checks that the table is complete.
@@ -105,6 +106,9 @@ class InstanceFailed(Fault): ...
 class CheckpointUnreadable(Fault): ...
 
 
+class NotANumber(Fault): ...
+
+
 class NodeLost(Fault): ...
 
 
@@ -159,6 +163,7 @@ ERRORS: dict[type[NearlineError], ErrorRow] = {
     Fault: ErrorRow("fault", 500, _OURS, True),
     InstanceFailed: ErrorRow("instance_failed", 500, _OURS, True),
     CheckpointUnreadable: ErrorRow("checkpoint_unreadable", 500, _OURS, True),
+    NotANumber: ErrorRow("not_a_number", 500, _OURS, False),
     NodeLost: ErrorRow("node_lost", 503, _OURS, True),
     OutOfMemory: ErrorRow("out_of_memory", 507, _OURS, False),
     StorageFull: ErrorRow("storage_full", 507, _OURS, False),

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from nearline.protocol.errors import ErrorInfo
 from nearline.protocol.ids import Bytes, BytesPerSecond, Digest, InstanceId, ModelId, NodeId, Seconds
+from nearline.protocol.step_time import StepProfile
 
 
 class InstanceState(StrEnum):
@@ -116,7 +117,8 @@ class TierBandwidth:
 class NodeReport:
     """The node's whole truth at one moment. Reports replace each other; nothing is merged.
 
-    A checkpoint takes whole frames of `dram_frame_bytes` in the DRAM pool.
+    A checkpoint takes whole frames of `dram_frame_bytes` in the DRAM pool. `profiles` are of checkpoints whose steps
+    were measured here.
     """
 
     node_id: NodeId
@@ -133,3 +135,4 @@ class NodeReport:
     residency: tuple[Residency, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()
     dram_frame_bytes: Bytes = 1
+    profiles: tuple[StepProfile, ...] = ()

@@ -41,6 +41,15 @@ def up(
         typer.Option("--pool-bytes", "--pool", help="DRAM for checkpoints, such as 8GiB (default: by memory)."),
     ] = None,
     ssd_budget: Annotated[str | None, typer.Option(help="Disk for checkpoints, such as 500GiB.")] = None,
+    engine_policy: Annotated[
+        str | None, typer.Option(help="In which order an engine's requests run: fcfs (default), shortest or mlfq.")
+    ] = None,
+    tpot_ms: Annotated[
+        float | None, typer.Option(help="Target between tokens; prompts are cut so that steps keep it (default 100).")
+    ] = None,
+    swap_bytes: Annotated[
+        str | None, typer.Option(help="Host memory per engine for the KV of preempted requests, such as 2GiB.")
+    ] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="NAME=KEY of a tenant; repeatable. None: open.")] = None,
     tenant_weight: Annotated[
         list[str] | None, typer.Option(metavar="NAME=W", help="A tenant's share of busy models (1); repeatable.")
@@ -55,8 +64,9 @@ def up(
 ) -> None:
     """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
     agent_args: list[str] = []
-    sizes = (("--pool-bytes", pool), ("--ssd-budget", ssd_budget))
-    for flag, value in (("--slots", slots), ("--prewarm", prewarm), *sizes):
+    sizes = (("--pool-bytes", pool), ("--ssd-budget", ssd_budget), ("--swap-bytes", swap_bytes))
+    habits = (("--engine-policy", engine_policy), ("--tpot-ms", tpot_ms))
+    for flag, value in (("--slots", slots), ("--prewarm", prewarm), *sizes, *habits):
         agent_args += [flag, str(value)] if value is not None else []
     tenants = (("--tenant-weight", tenant_weight), ("--tenant-limit", tenant_limit), ("--tenant-slo", tenant_slo))
     config = PlatformConfig(

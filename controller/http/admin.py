@@ -86,7 +86,9 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     door, name = door_of(request), request.match_info["name"]
     if name not in door.registry.models:
         raise ModelNotFound(f"no model is named {name!r}", param="name")
-    return web.json_response(_Seen(door).of(door.registry.models[name]))
+    seen = _Seen(door)
+    spec = door.registry.models[name]
+    return web.json_response(seen.of(spec) | {"profiles": seen.profiles(spec)})
 
 
 async def list_adapters(request: web.Request) -> web.StreamResponse:
@@ -132,6 +134,11 @@ class _Seen:
             "num_waiting": self._num_waiting[spec.model_id],
             "adapters": sorted(self._adapters.get(spec.model_id, [])),
         }
+
+    def profiles(self, spec: ModelSpec) -> dict[str, Any]:
+        """What nodes have measured its steps to take, by node."""
+        rows = ((node["id"], node["profiles"].get(spec.checkpoint.digest)) for node in self._nodes)
+        return {node_id: profile for node_id, profile in rows if profile}
 
 
 def _nearest_tier(nodes: list[dict[str, Any]], spec: ModelSpec) -> Tier:

@@ -18,7 +18,7 @@ from nearline.protocol import (
     Request,
     SequenceUpdate,
 )
-from nearline.protocol.frames import ImportFinished, ImportProgress, TaskFinished
+from nearline.protocol.frames import ImportFinished, ImportProgress, ProfileFinished, ProfileProgress, TaskFinished
 
 Snapshot = dict[str, list[dict[str, Any]]]
 
@@ -69,6 +69,12 @@ class Runtime(Protocol):
 
     def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
         """Check a checkpoint's bytes on every node that has it; the last item of each node is TaskFinished."""
+        ...
+
+    def profile_checkpoint(
+        self, digest: Digest
+    ) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
+        """Measure a checkpoint's steps on an instance of it; the last item is ProfileFinished."""
         ...
 
     async def evict_checkpoint(self, digest: Digest) -> Bytes:

@@ -106,7 +106,7 @@ def test_not_a_number_fails_its_sequence_alone(
     expected = harness.generate([harness.sequence(clean)], 1)[0]
     bad = harness.sequence([5, 77, 6])
     outcomes = harness.step([bad, harness.sequence(clean)])
-    assert outcomes[0].error.code == "checkpoint_corrupt"
+    assert outcomes[0].error.code == "not_a_number"
     assert "position 3" in outcomes[0].error.message
     assert [outcomes[1].token_id] == expected
     # Blocks that held what is not a number are harmless to whoever gets them next.

@@ -25,6 +25,8 @@ from nearline.protocol.frames import (
     EngineReady,
     FramesFree,
     LoadAdapter,
+    Ping,
+    Pong,
     PoolLayout,
     StepDone,
     Submit,
@@ -75,6 +77,8 @@ class StandIn:
             case Abort():
                 self.running.pop(message.request_id, None)
                 self.send(StepDone((), len(self.running), 0, 0))
+            case Ping(number):
+                self.send(Pong(number))
             case LoadAdapter():
                 error = ErrorInfo("adapter_mismatch", "rank differs") if self.model == "bad-adapter" else None
                 self.send(AdapterLoaded(message.digest, 0.001, 10, error))

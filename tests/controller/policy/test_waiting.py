@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 
 from nearline.controller.policy.waiting import MIN_ANSWERS, QUANTILES, Wait, WaitEstimator
+from nearline.protocol import StepTimeModel
 
 
 def test_nothing_is_estimated_before_there_are_answers_or_places() -> None:
@@ -109,3 +110,28 @@ def test_without_calibration_the_same_quantiles_fail_when_requests_take_longer_t
         waits.observed(raw, actual)
     assert num_covered < 30
     assert waits.coverage(0.9) > 0.85
+
+
+STEPS = StepTimeModel(
+    prefill_base_s=0.01, prefill_per_token_s=0.001, prefill_per_square_s=0.0,
+    decode_base_s=0.02, decode_per_context_s=0.0, decode_per_sequence_s=0.005,
+)  # fmt: skip
+
+
+def test_measured_steps_stand_in_for_answers_until_there_are_some() -> None:
+    waits = WaitEstimator()
+    waits.expect(STEPS, num_running=4)
+    pace = 0.02 + 4 * 0.005
+    first = 0.01 + 0.512 + pace
+    free, taken = waits.estimate({}, 0, 4), waits.estimate({3: 7.0}, 4, 4)
+    assert free is not None
+    assert free.mean_s == pytest.approx(first)
+    assert taken is not None
+    assert waits.service(3).mean_s == pytest.approx(96 * pace), "the middle of 64 to 128 tokens"
+    assert taken.mean_s == pytest.approx(8 * 96 * pace / 4 + first)
+    for _ in range(MIN_ANSWERS):
+        waits.finished(3, 100, 2.0)
+        waits.began(0.5)
+    learned = waits.estimate({}, 0, 4)
+    assert learned is not None
+    assert learned.mean_s == pytest.approx(0.5), "and answers tell better"

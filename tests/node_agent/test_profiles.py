@@ -1,0 +1,66 @@
+"""Profiles on disk, and one taken through a real agent of a real engine."""
+
+import asyncio
+from pathlib import Path
+
+from nearline.node_agent.profiles import Profiles
+from nearline.protocol import CheckpointInfo, Digest, InstanceId, StepProfile, StepTimeModel, TaskId
+from nearline.protocol.frames import ImportFailed, ProfileFinished, ProfileInstance, ProfileProgress
+from tests.node_agent.conftest import FakeController, running_agent
+
+PROFILE = StepProfile(Digest("d"), "cpu", 2, StepTimeModel.guess(10**9), 0.04, 0.02, 30, 1e9, 1.75e9)
+
+
+def test_a_profile_is_there_after_a_restart_until_its_checkpoint_goes(tmp_path: Path) -> None:
+    Profiles(tmp_path).keep(PROFILE)
+    again = Profiles(tmp_path)
+    assert (again.of(Digest("d")), again.all()) == (PROFILE, (PROFILE,))
+    again.forget(Digest("d"))
+    again.forget(Digest("never known"))
+    assert Profiles(tmp_path).all() == ()
+
+
+def test_a_torn_profile_is_as_if_it_had_never_been_measured(tmp_path: Path) -> None:
+    Profiles(tmp_path).keep(PROFILE)
+    (tmp_path / "torn.json").write_text('{"digest": "x", "dev')
+    (tmp_path / "other.json").write_text('{"digest": "x"}')
+    assert Profiles(tmp_path).all() == (PROFILE,)
+
+
+async def test_a_profile_is_measured_reported_and_kept(
+    controller: FakeController, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    digest = stored_checkpoint[0].digest
+    async with running_agent(controller, data_dir, "--slots", "1", "--prewarm", "1", engine=None) as agent:
+        await controller.report(lambda r: r.num_prewarmed == 1, timeout_s=60)
+        await controller.send(ProfileInstance(TaskId("p1"), InstanceId("i1")))
+        refused = await controller.hear(lambda f: isinstance(f, ImportFailed) and f)
+        assert refused.error.code == "instance_failed", "nothing runs yet"
+        await controller.ensure("i1", digest)
+        await controller.state("i1", "ready", timeout_s=60)
+        await controller.send(ProfileInstance(TaskId("p2"), InstanceId("i1")))
+        await controller.hear(lambda f: isinstance(f, ProfileProgress) and f.done_steps)
+        finished = await controller.hear(lambda f: isinstance(f, ProfileFinished) and f, timeout_s=60)
+        assert finished.task_id == "p2"
+        report = await controller.report(lambda r: bool(r.profiles))
+        assert report.profiles == (finished.profile,)
+        assert report.profiles[0].digest == digest
+        assert await agent.terminate() == 0
+    controller.heard.clear()
+    async with running_agent(controller, data_dir, "--slots", "1", "--prewarm", "0"):
+        report = await controller.report(lambda r: bool(r.profiles))
+        assert report.profiles == (finished.profile,)
+
+
+async def test_a_profile_is_refused_while_requests_run_on_the_node(
+    controller: FakeController, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    async with running_agent(controller, data_dir, "--slots", "2", "--prewarm", "1"):
+        await controller.report(lambda r: r.num_prewarmed == 1)
+        await controller.ensure("i1", stored_checkpoint[0].digest)
+        await controller.state("i1", "ready")
+        await controller.submit("i1", "r1", max_tokens=10**6)
+        await asyncio.sleep(0.1)
+        await controller.send(ProfileInstance(TaskId("p"), InstanceId("i1")))
+        refused = await controller.hear(lambda f: isinstance(f, ImportFailed) and f)
+        assert (refused.task_id, refused.error.code) == ("p", "overloaded")

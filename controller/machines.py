@@ -110,6 +110,8 @@ class MachineDesk:
         if status.state is InstanceState.READY and instance.ready_at is None:
             instance.ready_at = instance.idle_since = now
             self._agenda.is_plan_due = True
+        if status.state is InstanceState.READY and instance.model.digest in node.profiles:
+            instance.model.expect(node.profiles[instance.model.digest], instance.max_running)
         if status.timings is not None and instance.loaded_at is None:
             self._loaded(instance, now)
         if status.state is InstanceState.DRAINING and not instance.is_stopping:

@@ -70,8 +70,8 @@ class RequestDesk:
             begin = wait or Wait(start_s(model, self._fleet.nodes.values(), now), 0.0)
             end = begin.then(waits.service(request.length_bucket))
             return admission.unattainable(request.info, end, self._config)
-        if wait is None or not model.queue.num_waiting:
-            return None  # nobody waits: whatever it takes, it takes by itself
+        if wait is None or not model.queue.num_waiting or waits.num_answers < MIN_ANSWERS:
+            return None  # nobody waits: whatever it takes, it takes by itself; and a guess refuses nobody
         return admission.too_late(request.info, wait, self._config)
 
     def cancelled(self, request_id: RequestId, num_generated: int, now: Seconds) -> None:

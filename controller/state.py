@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from nearline.controller.policy.prediction import LengthPredictor
+from nearline.controller.policy.prediction import PRIOR_TOKENS, LengthPredictor, bucket_of
 from nearline.controller.policy.waiting import WaitEstimator
 from nearline.controller.promises import Promises
 from nearline.controller.queues import RequestRecord, VirtualQueue
@@ -28,6 +28,7 @@ from nearline.protocol import (
     RequestId,
     Residency,
     Seconds,
+    StepProfile,
     Tier,
 )
 
@@ -113,6 +114,7 @@ class NodeRecord:
     storage_free_at: Seconds = 0.0
     instances: dict[InstanceId, InstanceRecord] = field(default_factory=dict)
     residency: dict[Digest, Residency] = field(default_factory=dict)
+    profiles: dict[Digest, StepProfile] = field(default_factory=dict)
 
     @property
     def node_id(self) -> NodeId:
@@ -121,6 +123,7 @@ class NodeRecord:
     def apply(self, report: NodeReport) -> None:
         self.report = report
         self.residency = {row.digest: row for row in report.residency}
+        self.profiles = {profile.digest: profile for profile in report.profiles}
 
     def imported(self, checkpoint: CheckpointInfo) -> None:
         """Count a checkpoint whose import just ended as being on this node's disk."""
@@ -200,6 +203,12 @@ class ModelRecord:
             self.starved_since = None
         elif self.starved_since is None:
             self.starved_since = now
+
+    def expect(self, profile: StepProfile, num_running: int) -> None:
+        """Until answers tell, believe what steps were measured to take on a node that serves it."""
+        if self.waits.num_answers == 0:
+            self.waits.expect(profile.model, num_running)
+            self.service_s = self.waits.service(bucket_of(PRIOR_TOKENS)).mean_s
 
     def retire(self) -> None:
         """Take the name away from this version; it serves on only for those who hold it."""

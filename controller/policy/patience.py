@@ -3,7 +3,7 @@
 Starting at once on any node that has a slot looks soonest to each model by itself. But every read from disk pushes
 other models' bytes out of that node's DRAM and makes the next reads queue, so a fleet that never waits works from disk
 although its DRAM could hold everything. Waiting is worth it while a slot on a node that has the bytes in DRAM should
-come free early enough to start sooner there.
+come free early enough to start sooner there; it ends after `PATIENCE` wait bounds, so nobody waits for ever.
 Source: [serverlessllm] compares nodes by start-up time only; our own simulation (benchmarks/evidence/placement.md).
 """
 
@@ -18,6 +18,8 @@ from nearline.controller.policy.scaling import residence_ends_at
 from nearline.controller.policy.views import InstanceView, NodeView
 from nearline.protocol import Digest, NodeId, Seconds, Tier
 
+PATIENCE = 3.0
+"""Wait bounds for which a model waits for a slot near its bytes; from the first on it may drain busy ones there."""
 _MARGIN = 0.9
 
 
@@ -49,16 +51,21 @@ def worth_waiting(
     return best
 
 
-def free_at(instance: InstanceView, now: Seconds, config: CoreConfig, max_wait_s: Seconds) -> Seconds:
-    """Estimate when an instance may leave its slot: idle by then, and its residence over."""
+def free_at(
+    instance: InstanceView, now: Seconds, config: CoreConfig, max_wait_s: Seconds, bound_at: Seconds = float("inf")
+) -> Seconds:
+    """Estimate when an instance may leave its slot: idle by then and its residence over, or drained though busy from
+    `bound_at` on, when the waiter has waited its bound."""
     if instance.is_stopping:
         return instance.stop_by if instance.in_flight else now + config.stop_s
     model = instance.model
-    if model.queue.num_waiting or model.num_live <= model.spec.min_replicas:
+    if model.num_live <= model.spec.min_replicas:
         return float("inf")
-    num_running = len(instance.in_flight)
-    idle_at = now + (model.service_s * (1.0 + log(num_running)) if num_running else 0.0)
-    return max(idle_at, residence_ends_at(instance, config, max_wait_s)) + config.stop_s
+    num_running, ends_at = len(instance.in_flight), residence_ends_at(instance, config, max_wait_s)
+    drain_s = model.service_s * (1.0 + log(num_running)) if num_running else 0.0
+    drained_at = max(now, bound_at, ends_at) + min(drain_s, config.swap_drain_s)
+    idle_at = float("inf") if model.queue.num_waiting else max(now + drain_s, ends_at)
+    return min(idle_at, drained_at) + config.stop_s
 
 
 def _has_in_dram(node: NodeView, digest: Digest) -> bool:

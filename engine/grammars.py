@@ -4,6 +4,7 @@ llguidance is optional here: an engine without it refuses requests that bring a 
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearline.engine.sequence import Sequence
-from nearline.protocol import Grammar, GrammarKind
+from nearline.protocol import Grammar, GrammarKind, Seconds
 from nearline.protocol.errors import Fault, InvalidRequest, UnsupportedCheckpoint
 
 llguidance: Any
@@ -35,6 +36,8 @@ MAX_COMPILED = 64
 MAX_LEXER_STATES = 50_000
 """Per grammar; a state takes one or two kilobytes."""
 MAX_SYMBOLS = 100_000
+BREATH_S: Seconds = 0.05
+"""Between the two parts of building a vocabulary table, which hold the interpreter: steps run then."""
 
 
 def _contained(method: Callable[P, R]) -> Callable[P, R]:
@@ -61,17 +64,31 @@ class _Progress:
 
 
 class Grammars:
-    """Masks for one bound model. `tokenizer` is its tokenizer.json, read when the first grammar comes.
+    """Masks for one bound model. `tokenizer` is its tokenizer.json, read by `prepare` or when the first grammar comes.
 
-    `compile` may run in any thread, the rest in one. Owns: the vocabulary table and MAX_COMPILED compiled grammars.
+    `prepare` and `compile` may run in any thread, the rest in one.
+    Owns: the vocabulary table and MAX_COMPILED compiled grammars.
     """
 
     def __init__(self, tokenizer: Path | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._path, self._vocab_size, self._eos = tokenizer, vocab_size, eos_token_ids
         self._table: Any = None
+        self._is_unprepared = True
         self._compiled: dict[Grammar, Any] = {}
         self._lock = threading.Lock()
         self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+
+    @property
+    def is_unprepared(self) -> bool:
+        """Whether `prepare` has not been called yet and could do something."""
+        return self._is_unprepared and llguidance is not None and self._path is not None and self._path.exists()
+
+    @_contained
+    def prepare(self) -> None:
+        """Read the vocabulary ahead of the first grammar. Raises UnsupportedCheckpoint, as `compile` will again."""
+        self._is_unprepared = False
+        with self._lock:
+            self._vocabulary()
 
     def has(self, grammar: Grammar) -> bool:
         """Say whether a sequence of this grammar can start without compiling anything."""
@@ -151,11 +168,12 @@ class Grammars:
 
 
 def _read_table(tokenizer: str, vocab_size: int, eos: list[int] | None) -> Any:
-    slices = llguidance.LLTokenizer.json_slices()
     try:
-        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos, slices=slices)
+        table = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos, slices=[])
     except ValueError:  # the tokenizer knows tokens that the model does not
-        return llguidance.LLTokenizer(tokenizer, eos_token=eos, slices=slices)
+        table = llguidance.LLTokenizer(tokenizer, eos_token=eos, slices=[])
+    time.sleep(BREATH_S)
+    return table.with_slices(llguidance.LLTokenizer.json_slices())
 
 
 def _source(grammar: Grammar) -> str:

@@ -45,6 +45,8 @@ from nearline.protocol.frames import (
 )
 
 EXIT_CLOSED, EXIT_MALFORMED, EXIT_LOST = 0, 2, 3
+IDLE_S: Seconds = 1.0
+"""Without work for so long, a bound engine prepares for structured output."""
 _NO_LOAD = EngineLoad(0, 0, 0)
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,10 @@ class EngineServer:
                 has_stepped = self._step()
                 self._tell()
                 has_stepped = self._profile(has_stepped) or has_stepped
-                for message in self._link.receive(0.0 if has_stepped else None):
+                messages = self._link.receive(0.0 if has_stepped else self._patience_s())
+                if not messages and not has_stepped:
+                    self._prepare_grammars()
+                for message in messages:
                     self._handle(message)
         except LinkClosed as closed:
             log.info("%s; exiting", closed)
@@ -98,6 +103,15 @@ class EngineServer:
         if instance.lets_go_of_frames():
             self._link.send(FramesFree(instance.spec.instance_id))
         return updates is not None
+
+    def _patience_s(self) -> Seconds | None:
+        """How long to wait for the agent before doing what nobody has asked for yet."""
+        return IDLE_S if self._instance is not None and self._instance.grammars.is_unprepared else None
+
+    def _prepare_grammars(self) -> None:
+        """Read the vocabulary that structured output needs while nothing runs: it holds the interpreter for a while."""
+        if self._patience_s() is not None and self._bound.core.load == _NO_LOAD:
+            self._compiler.prepare(self._bound.grammars)
 
     def _profile(self, has_stepped: bool) -> bool:
         """Measure one step for a profile if there is one under way and nothing else to do. Returns whether it did."""

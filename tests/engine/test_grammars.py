@@ -181,6 +181,18 @@ def test_a_slow_grammar_holds_up_no_sequence_of_another(tokenizer: Path, harness
     assert grammars.has(slow)
 
 
+def test_a_prepared_model_reads_its_tokenizer_no_more(tokenizer: Path, tmp_path: Path, harness: Any) -> None:
+    copy = tmp_path / "tokenizer.json"
+    copy.write_text(tokenizer.read_text())
+    grammars = Grammars(copy, 272, (EOS,))
+    assert grammars.is_unprepared
+    grammars.prepare()
+    copy.unlink()
+    grammars.compile(REGEX)
+    assert not grammars.is_unprepared
+    assert not Grammars(copy, 272, (EOS,)).is_unprepared, "nothing to read"
+
+
 def test_compiled_grammars_are_forgotten_when_there_are_many(tokenizer: Path) -> None:
     grammars = Grammars(tokenizer, 272, (EOS,))
     many = [Grammar(GrammarKind.REGEX, f"a{{{n}}}") for n in range(1, 100)]

@@ -217,6 +217,15 @@ def test_a_prompt_is_scored_and_embedded_beside_others(engine: EngineUnderTest, 
     assert engine.outcome("plain")[0] == oracles["a"](prompt)
 
 
+def test_an_engine_prepares_for_grammars_when_it_has_nothing_to_do(checkpoints: dict[str, Path]) -> None:
+    engine = EngineUnderTest()
+    engine.bind(checkpoints["a"])
+    engine.generate(request("r", prompts(1)[0]))
+    time.sleep(1.5)
+    engine.generate(request("grammar", prompts(1)[0], grammar=Grammar(GrammarKind.REGEX, "[0-9]{4}")))
+    assert engine.close().count("prepared for structured output") == 1
+
+
 def test_grammars_are_compiled_beside_the_others_and_bad_ones_harm_nobody(
     engine: EngineUnderTest, oracles: dict[str, Oracle]
 ) -> None:

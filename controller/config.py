@@ -20,6 +20,8 @@ class CoreConfig:
     """Prefix of every id this core makes; unique per start of a controller, so that ids are never used twice."""
     dispatch_headroom: int = 2
     """Requests an instance may hold beyond `max_running`, so that a freed place is filled within a step. >= 0."""
+    adapter_homes_s: Seconds = 10.0
+    """How often it is chosen anew which instances of a model are home to which of its adapters. > 0."""
     max_held_per_model: int = 1024
     """Requests of one model that may wait undispatched; one more is refused with `overloaded`. >= 1."""
     max_held_total: int = 8192

@@ -55,6 +55,8 @@ class RequestDesk:
             return
         self._num_arrivals += 1
         fleet.requests[info.request_id] = request
+        if info.adapter_digest is not None:
+            model.traffic.note(info.adapter_digest, now)
         self._hold(request, model, now)
 
     def _refuse(self, request_id: RequestId, error: ErrorInfo) -> None:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from nearline.controller.policy.adapters import AdapterTraffic
 from nearline.controller.policy.prediction import PRIOR_TOKENS, LengthPredictor, bucket_of
 from nearline.controller.policy.waiting import WaitEstimator
 from nearline.controller.promises import Promises
@@ -66,6 +67,8 @@ class InstanceRecord:
     num_evicted: int = 0
     in_flight: dict[RequestId, RequestRecord] = field(default_factory=dict)
     adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
+    homes: dict[Digest, None] = field(default_factory=dict)
+    """Adapters whose requests should come here first."""
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property
@@ -169,6 +172,9 @@ class ModelRecord:
     service_s: Seconds = 1.0
     last_places: int = 0
     lengths: LengthPredictor = field(default_factory=LengthPredictor)
+    traffic: AdapterTraffic = field(default_factory=AdapterTraffic)
+    homes_for: tuple[tuple[InstanceId, ...], int] = ((), 0)
+    homes_due: Seconds = 0.0
     waits: WaitEstimator = field(default_factory=WaitEstimator)
     digest: Digest = field(init=False)
     key: ModelKey = field(init=False)

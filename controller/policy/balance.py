@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nearline.controller.config import CoreConfig
-from nearline.controller.policy.dispatch import has_room, load_of
+from nearline.controller.policy.dispatch import affinity, has_room, load_of
 from nearline.controller.policy.views import InstanceView, RunningView
 from nearline.protocol import InstanceId, Seconds
 
@@ -34,7 +34,7 @@ def move(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) ->
         for request in sorted(waiting, key=lambda r: -r.order):
             targets = [i for i in free if i.node.holds(request.info.adapter_digest)]
             if targets:
-                target = min(targets, key=lambda i: (load_of(i) / i.max_running, i.instance_id))
+                target = min(targets, key=lambda i: (load_of(i) / i.max_running - affinity(i, request), i.instance_id))
                 held = f"{load_of(source)} requests for {source.max_running} places on {source.instance_id}"
                 return Move(request, source.instance_id, target.instance_id, f"{held}, {target.instance_id} has one")
     return None

@@ -2,7 +2,8 @@
 
 1. Only instances that are ready, have a place left and can get at the request's adapter.
 2. A request that saw crashes without a token is sent alone, to an idle instance, so that it can only fail itself.
-3. The least loaded one; an instance that knows the adapter or the prompt's prefix may be a quarter fuller.
+3. The least loaded one; an instance that knows the adapter or the prompt's prefix may be a quarter fuller, one that is
+   home to the adapter (policy/adapters.py) an eighth.
 """
 
 from collections.abc import Iterable
@@ -36,13 +37,12 @@ def choose(instances: Iterable[InstanceView], request: RequestView, now: Seconds
             continue
         if is_suspect(request, config) and instance.in_flight:
             continue
-        knows = _known(instance, request)
         load = load_of(instance) / instance.max_running
-        rank = (load - AFFINITY * len(knows), instance.instance_id)
+        rank = (load - affinity(instance, request), instance.instance_id)
         if best is None or rank < best:
             best = rank
             reason = f"{load_of(instance)} of {instance.max_running} places taken"
-            reason += f", knows its {' and '.join(knows)}" if knows else ""
+            reason += _why(instance, request)
     return None if best is None else Choice(best[1], reason)
 
 
@@ -68,6 +68,18 @@ def has_room(instance: InstanceView, now: Seconds, config: CoreConfig) -> bool:
 def is_suspect(request: RequestView, config: CoreConfig) -> bool:
     """Whether one more crash would make this request the cause of it."""
     return request.num_fruitless >= config.max_fruitless_losses - 1
+
+
+def affinity(instance: InstanceView, request: RequestView) -> float:
+    """How much fuller, as a part of its places, an instance may be for what it knows of a request."""
+    is_home = request.info.adapter_digest in instance.homes
+    return AFFINITY * len(_known(instance, request)) + (AFFINITY / 2 if is_home else 0.0)
+
+
+def _why(instance: InstanceView, request: RequestView) -> str:
+    knows = _known(instance, request)
+    reason = f", knows its {' and '.join(knows)}" if knows else ""
+    return reason + (", home to its adapter" if request.info.adapter_digest in instance.homes else "")
 
 
 def _known(instance: InstanceView, request: RequestView) -> list[str]:

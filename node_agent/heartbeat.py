@@ -77,7 +77,9 @@ class Heartbeat:
         self._pulses.pop(engine_id, None)
 
     def released(self, instance_id: InstanceId) -> None:
-        """Forget an instance."""
+        """Forget an instance. One that still serves has all its bytes, or nobody would let go of the frames."""
+        if instance_id in self._bound:
+            self.filled(instance_id)
         for book in (self._waiting, self._bound, self._filled):
             book.pop(instance_id, None)
 

@@ -32,7 +32,7 @@ def errand_routes() -> list[web.RouteDef]:
     return [
         web.post("/admin/{kind:models|adapters}/{name:.+}/verify", verify),
         web.post("/admin/{kind:models|adapters}/{name:.+}/evict", evict),
-        web.post("/admin/{kind:models}/{name:.+}/profile", profile),
+        web.post("/admin/models/{name:.+}/profile", profile),
     ]
 
 
@@ -113,7 +113,7 @@ def _measures(num_bytes: Bytes, seconds: Seconds) -> Event:
 
 def _checkpoint(request: web.Request) -> CheckpointInfo:
     registry, name = door_of(request).registry, request.match_info["name"]
-    is_model = request.match_info["kind"] == "models"
+    is_model = request.match_info.get("kind", "models") == "models"
     spec = registry.models.get(name) if is_model else registry.adapters.get(name)
     if spec is None:
         raise ModelNotFound(f"no {'model' if is_model else 'adapter'} is named {name!r}", param="name")

@@ -43,15 +43,16 @@ INSTANCE = InstanceId("m/1")
 class Pool:
     """Frames and ready bytes as the node agent keeps them; frames are handed out one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_frames: int = NUM_FRAMES) -> None:
         self.fd, self.ready_fd = os.memfd_create("pool"), os.memfd_create("ready")
-        os.ftruncate(self.fd, NUM_FRAMES * FRAME_BYTES)
-        os.ftruncate(self.ready_fd, NUM_FRAMES)
+        os.ftruncate(self.fd, num_frames * FRAME_BYTES)
+        os.ftruncate(self.ready_fd, num_frames)
+        self._num_frames = num_frames
         self._next = 0
 
     def take(self, directory: Path) -> tuple[int, ...]:
         count = len(read_manifest(directory).chunk_digests)
-        frames = tuple((self._next + i) % NUM_FRAMES for i in range(count))
+        frames = tuple((self._next + i) % self._num_frames for i in range(count))
         self._next += count
         for frame in frames:
             self.mark(frame, 0)

@@ -51,6 +51,24 @@ def test_a_model_is_verified_evicted_found_damaged_and_healed_by_importing_it_ag
             list(client.admin.verify("models", "care"))
 
 
+def test_a_profile_is_taken_of_a_model_that_sleeps_and_shown_afterwards(
+    platform: RunningPlatform, tiny_llama_dir: Callable[..., Path]
+) -> None:
+    with platform.client() as client:
+        register(client, "paced", tiny_llama_dir(seed=79))
+        assert client.admin.show("models", "paced")["profiles"] == {}
+    plain = json.loads(command(platform, "profile", "paced", "--json").stdout)
+    assert plain["num_steps"] >= 8
+    assert plain["model"]["decode_base_s"] + plain["model"]["decode_per_sequence_s"] > 0
+    with platform.client() as client:
+        assert list(client.admin.show("models", "paced")["profiles"]) == [plain["node"]]
+    done = command(platform, "profile", "paced")
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s" in done.stdout
+    with platform.client() as client:
+        client.admin.remove("models", "paced")
+
+
 def test_the_commands_say_what_they_did_and_fail_with_status_1(
     platform: RunningPlatform, tiny_llama_dir: Callable[..., Path]
 ) -> None:

@@ -125,7 +125,7 @@ class ScriptedRuntime:
         self.num_registering = 0
         self.models: dict[str, ModelSpec] = {}
         self.adapters: dict[str, AdapterSpec] = {}
-        node = {"id": "node-1", "is_connected": True, "residency": {}}
+        node = {"id": "node-1", "is_connected": True, "residency": {}, "profiles": {}}
         self.fleet: dict[str, list[dict[str, Any]]] = {"nodes": [node], "instances": [], "models": [], "queues": []}
 
     def open(self, request: Request) -> ScriptedHandle:

@@ -58,6 +58,29 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing_running(
     await until(lambda: all(handle.is_cancelled for handle in runtime.handles), 2.0)
 
 
+async def test_a_client_that_stays_but_reads_nothing_is_left_after_a_while(
+    front: FrontDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stopped process, or one behind a dead network: its socket is open and never drained."""
+    monkeypatch.setattr("nearline.controller.http.sse.PEER_TIMEOUT_S", 0.4)
+    front.runtime.say("word " * 200)
+    body = {**BODIES["/v1/chat/completions"], "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20}
+    loop = asyncio.get_running_loop()
+    host, port = front.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.setblocking(False)
+        await loop.sock_connect(client, (host, int(port)))
+        front.runtime.step_s = 0.002
+        await loop.sock_sendall(client, head.encode() + data)
+        await until(lambda: bool(front.runtime.handles), 2.0)
+        await until(lambda: all(handle.is_cancelled for handle in front.runtime.handles), 5.0)
+    value = front.door.metrics.registry.get_sample_value
+    await until(lambda: not value("nearline_http_requests_in_flight"))
+
+
 async def test_a_response_that_cannot_even_begin_ends_its_generation(
     front: FrontDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

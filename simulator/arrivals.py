@@ -29,6 +29,8 @@ class Arrival:
     tenant: TenantId = TenantId("default")
     slo: Slo = INTERACTIVE
     prefix_hash: int = 0
+    max_tokens: int = 0
+    """What the caller allows; 0: a common limit. The true length is unknown to the core, as it is live."""
 
 
 class Shape(StrEnum):

@@ -22,7 +22,8 @@ of decodes does, is ours: the profile gives prefill per request in large batches
 class CostModel:
     """One kind of machine with its usual model on it. `max_running` and `kv_tokens` are of one instance.
 
-    `max_step_tokens` is the engine's budget of a step, `step_overhead_s` what a step costs beside the model.
+    `max_step_tokens` is the engine's budget of a step, `step_overhead_s` what a step costs beside the model,
+    `hop_s` what lies between the controller's decision and an engine that has read it.
     """
 
     steps: StepTimeModel = A10G_7B
@@ -35,6 +36,7 @@ class CostModel:
     kv_tokens: int = 65_536
     max_step_tokens: int | None = 512
     step_overhead_s: Seconds = 0.0
+    hop_s: Seconds = 0.0
 
     def read_s(self, ssd_bytes: Bytes, dram_bytes: Bytes) -> Seconds:
         return ssd_bytes / self.ssd_bytes_per_s + dram_bytes / self.dram_bytes_per_s

@@ -4,9 +4,9 @@
 engine's own scheduler step by step, for what depends on how batches are put together.
 """
 
-from collections import OrderedDict
+from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from nearline.controller.events import Event, FirstToken, SequenceEnded
@@ -30,6 +30,9 @@ class SimulatedSequence:
     prefix_hash: int = 0
     tenant: TenantId = TenantId("default")
     slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    order: int = 0
+    must_yield: bool = False
     begun_at: Seconds = 0.0
     token_s: Seconds = 1.0
 
@@ -54,18 +57,22 @@ class SimulatedEngine(Protocol):
 
     def submit(self, sequence: SimulatedSequence) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
+    def yield_place(self, request_id: RequestId) -> None:
+        """Let a running sequence go back behind whoever comes before it."""
+
     def clear(self) -> list[SimulatedSequence]:
         """Stop everything and give back what was there, with the tokens that were generated."""
 
 
 class PacedEngine:
-    """At most `max_running` at once, first come first served; a pace per sequence, by the batch that it joins."""
+    """At most `max_running` at once, by (priority, arrival); a pace per sequence, by the batch that it joins."""
 
     def __init__(self, ports: EnginePorts, cost: CostModel, steps: StepTimeModel) -> None:
         self._ports, self._steps, self._cost = ports, steps, cost
         self._is_open = False
         self._running: dict[RequestId, SimulatedSequence] = {}
-        self._waiting: OrderedDict[RequestId, SimulatedSequence] = OrderedDict()
+        self._waiting: list[SimulatedSequence] = []
+        self._num_yielding = self._num_submitted = 0
 
     @property
     def num_sequences(self) -> int:
@@ -76,26 +83,54 @@ class PacedEngine:
         self._fill()
 
     def submit(self, sequence: SimulatedSequence) -> None:
+        self._num_submitted += 1
+        sequence.order = self._num_submitted
         if self._is_open and len(self._running) < self._cost.max_running:
             self._run(sequence)
         else:
-            self._waiting[sequence.request_id] = sequence
+            insort(self._waiting, sequence, key=_rank)
+            if self._num_yielding:
+                self._give_way()
+
+    def yield_place(self, request_id: RequestId) -> None:
+        sequence = self._running.get(request_id)
+        if sequence is not None and not sequence.must_yield:
+            sequence.must_yield = True
+            self._num_yielding += 1
+            self._give_way()
 
     def abort(self, request_id: RequestId) -> None:
-        self._waiting.pop(request_id, None)
-        if self._running.pop(request_id, None) is not None:
+        self._waiting = [each for each in self._waiting if each.request_id != request_id]
+        sequence = self._running.get(request_id)
+        if sequence is not None:
+            self._leave(sequence)
             self._fill()
         if not self._running and not self._waiting:
             self._ports.emptied()
 
     def clear(self) -> list[SimulatedSequence]:
-        now, found = self._ports.clock(), [*self._running.values(), *self._waiting.values()]
-        for sequence in self._running.values():
-            passed = int((now - sequence.begun_at) / sequence.token_s) if now > sequence.begun_at else 0
-            sequence.num_generated += max(0, min(passed, sequence.num_output_tokens - sequence.num_generated - 1))
-        self._running.clear()
-        self._waiting.clear()
+        found = [*(self._stopped(sequence) for sequence in list(self._running.values())), *self._waiting]
+        self._waiting = []
         return found
+
+    def _leave(self, sequence: SimulatedSequence) -> None:
+        del self._running[sequence.request_id]
+        self._num_yielding -= sequence.must_yield
+
+    def _stopped(self, sequence: SimulatedSequence) -> SimulatedSequence:
+        """Take a running sequence out; what comes back has its tokens, and hears nothing of events still to come."""
+        self._leave(sequence)
+        now, rest = self._ports.clock(), sequence.num_output_tokens - sequence.num_generated - 1
+        passed = 1 + int((now - sequence.begun_at) / sequence.token_s) if now > sequence.begun_at else 0
+        done = sequence.num_generated + max(0, min(passed, rest))
+        return replace(sequence, num_generated=done, must_yield=False)
+
+    def _give_way(self) -> None:
+        """Exchange those who were told to yield for whoever waits before them."""
+        for sequence in [each for each in self._running.values() if each.must_yield]:
+            if self._waiting and _rank(self._waiting[0]) < _rank(sequence):
+                insort(self._waiting, self._stopped(sequence), key=_rank)
+                self._run(self._waiting.pop(0))
 
     def _run(self, sequence: SimulatedSequence) -> None:
         self._running[sequence.request_id] = sequence
@@ -117,13 +152,17 @@ class PacedEngine:
     def _finished(self, sequence: SimulatedSequence) -> None:
         if self._running.get(sequence.request_id) is not sequence:
             return
-        del self._running[sequence.request_id]
+        self._leave(sequence)
         num_tokens = sequence.num_output_tokens
         self._ports.post(SequenceEnded(sequence.request_id, sequence.attempt, FinishReason.STOP, num_tokens))
         self._fill()
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._cost.max_running:
-            self._run(self._waiting.popitem(last=False)[1])
+            self._run(self._waiting.pop(0))
         if not self._running and not self._waiting:
             self._ports.emptied()
+
+
+def _rank(sequence: SimulatedSequence) -> tuple[int, int]:
+    return (sequence.priority, sequence.order)

@@ -34,7 +34,16 @@ from nearline.simulator.profiles import PROFILES
 GB = 10**9
 _SPEC = ("keep_alive_s", "keep_alive_min_s", "min_replicas", "max_replicas")
 _COST = {"ssd_gb_per_s": "ssd_bytes_per_s", "dram_gb_per_s": "dram_bytes_per_s"}
-_COST_PLAIN = ("bind_s", "process_s", "stop_s", "max_running", "kv_tokens", "max_step_tokens", "step_overhead_s")
+_COST_PLAIN = (
+    "bind_s",
+    "process_s",
+    "stop_s",
+    "max_running",
+    "kv_tokens",
+    "max_step_tokens",
+    "step_overhead_s",
+    "hop_s",
+)
 _MACHINE = {"slots": "num_slots", "devices": "num_devices", "prewarmed": "num_prewarmed"}
 _MACHINE_GB = {"dram_gb": "dram_bytes", "weight_gb": "weight_bytes", "frame_gb": "frame_bytes"}
 

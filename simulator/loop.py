@@ -16,6 +16,7 @@ from nearline.controller.actions import (
     Reject,
     StopInstance,
     WakeAt,
+    YieldPlace,
 )
 from nearline.controller.events import (
     FirstToken,
@@ -36,7 +37,7 @@ from nearline.simulator.node import SimulatedNode
 from nearline.simulator.outcome import CANCELLED, FINISHED, Call, Outcome
 
 _MAX_TOKENS = 1024
-"""What simulated callers allow their answers; the true length is unknown to the core, as it is live."""
+"""What simulated callers allow their answers if they do not say."""
 
 
 class Simulation:
@@ -123,7 +124,7 @@ class Simulation:
             request_id,
             arrival.model_id,
             arrival.num_prompt_tokens,
-            max(arrival.num_output_tokens, _MAX_TOKENS),
+            arrival.max_tokens or max(arrival.num_output_tokens, _MAX_TOKENS),
             arrival.tenant,
             arrival.slo,
             prefix_hash=arrival.prefix_hash,
@@ -182,7 +183,6 @@ class Simulation:
             self.outcome.device_s += self.now - held[1]
 
     def _dispatch(self, action: Dispatch) -> None:
-        """Frames on a link arrive at once, but after the event that caused them is done."""
         request_id, attempt = action.request_id, action.attempt
         self._digest.update(f"{request_id} {action.instance_id} {attempt} {action.reason}".encode())
         call = self._calls[request_id]
@@ -196,16 +196,30 @@ class Simulation:
             arrival.prefix_hash,
             arrival.tenant,
             arrival.slo,
+            action.priority,
         )
-        self._frames.append((self.nodes[action.node_id].submit, (action.instance_id, sequence)))
+        node = self.nodes[action.node_id]
+        self._send(node, node.submit, action.instance_id, sequence)
+
+    def _send(self, node: SimulatedNode, what: Callable[..., None], *arguments: Any) -> None:
+        """Frames on a link arrive after its time, and never before the event that caused them is done."""
+        if node.machine.cost.hop_s:
+            self.schedule(node.machine.cost.hop_s, what, *arguments)
+        else:
+            self._frames.append((what, arguments))
 
     def _obey(self, action: Action) -> None:
         self._digest.update(encode(action))
         match action:
             case AbortSequence(request_id, instance_id, node_id):
-                self._frames.append((self.nodes[node_id].abort, (instance_id, request_id)))
+                node = self.nodes[node_id]
+                self._send(node, node.abort, instance_id, request_id)
+            case YieldPlace(request_id, instance_id, node_id):
+                node = self.nodes[node_id]
+                self._send(node, node.yield_place, instance_id, request_id)
             case EnsureInstance(spec, node_id):
                 self._held_since[spec.instance_id] = (node_id, self.now)
+                self.outcome.starts.append((self.now, spec.model_id))
                 self._frames.append((self.nodes[node_id].ensure, (spec,)))
             case StopInstance(instance_id, node_id, drain_s):
                 self._frames.append((self.nodes[node_id].stop, (instance_id, drain_s)))

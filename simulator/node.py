@@ -146,6 +146,11 @@ class SimulatedNode:
         if instance is not None:  # else lost with the node, which the controller has been told
             instance.engine.submit(sequence)
 
+    def yield_place(self, instance_id: InstanceId, request_id: RequestId) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is not None:
+            instance.engine.yield_place(request_id)
+
     def abort(self, instance_id: InstanceId, request_id: RequestId) -> None:
         instance = self._instances.get(instance_id)
         if instance is not None:

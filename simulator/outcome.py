@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nearline.protocol import Seconds, TenantId
+from nearline.protocol import ModelId, Seconds, TenantId
 from nearline.simulator.arrivals import Arrival
 
 FINISHED = "finished"
@@ -37,6 +37,7 @@ class Outcome:
     """What a run did. `device_s` sums the time slots were held; `digest` condenses every action of the core."""
 
     calls: list[Call] = field(default_factory=list)
+    starts: list[tuple[Seconds, ModelId]] = field(default_factory=list)
     num_events: int = 0
     num_node_losses: int = 0
     device_s: Seconds = 0.0

@@ -71,10 +71,14 @@ class SteppedEngine:
             SamplingParams(max_tokens=sequence.num_output_tokens),
             sequence.slo,
             sequence.tenant,
+            priority=sequence.priority,
         )
         generated = [0] * sequence.num_generated
         self._take(self.core.add(request, sequence.attempt, generated, self._ports.clock()))
         self._step()
+
+    def yield_place(self, request_id: RequestId) -> None:
+        self.core.yield_place(request_id)
 
     def abort(self, request_id: RequestId) -> None:
         if self._sequences.pop(request_id, None) is not None:

@@ -29,9 +29,10 @@ every disk. All policies may stop idle instances and, after their wait bound, bu
 
 What this taught us: choosing the node with the least start-up time and never waiting, as published, reads from disk
 although DRAM could hold everything, because each read pushes out what the next model needs. In the fleet whose DRAM
-holds all models its mean was 4.4 to 7.8 s and its p99 32 s, worse than locality alone. The controller therefore waits
-for a slot near the bytes when that is sooner, and counts what a read displaces (controller/policy/patience.py).
-Locality alone, which waits without any bound, stays ahead where every model has its place in DRAM for ever."""
+holds all models it is far worse than locality alone. The controller therefore waits for a slot near the bytes when
+that is sooner, also for one whose model is busy and will be drained, and counts what a read displaces
+(controller/policy/patience.py). Locality alone waits without any bound: where every model has its place in DRAM for
+ever it can be ahead in the mean, and pays for it in its p99 as load rises and in no bound on anybody's wait."""
 
 
 def row(rate: float, dram_gb: int, name: str) -> list[str]:

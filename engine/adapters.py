@@ -75,6 +75,7 @@ class AdapterTable:
         self._adapters: dict[Digest, _Adapter] = {}
         self._yielding: list[Digest] = []
         self._yields_to: Order | None = None
+        self._is_squeezed = False
 
     def announce(self, digest: Digest, directory: str) -> bool:
         """Make an adapter known and wanted, also after a failure. Returns whether it is ready already."""
@@ -157,6 +158,9 @@ class AdapterTable:
             if adapter.state is not AdapterState.LOADING:
                 actions += [FreeAdapter(adapter.digest)] if adapter.is_placed else []
                 del self._adapters[adapter.digest]
+        if self._is_squeezed and (squeezed := self._victim(None)) is not None:
+            actions.append(self._evict(squeezed))
+        self._is_squeezed = False
         while self._placed_bytes() > self._max_bytes and self._num_placed() > 1 and (victim := self._victim(None)):
             actions.append(self._evict(victim))
         self._yielding, self._yields_to = [], None
@@ -173,6 +177,16 @@ class AdapterTable:
                 is_full = self._num_placed() >= self._max_adapters
                 self._yielding = [a.digest for a in (ready[:1] if is_full else ready)]
         return actions
+
+    @property
+    def is_squeezed(self) -> bool:
+        """Whether the next `plan` gives up an adapter for somebody who waits for blocks."""
+        return self._is_squeezed
+
+    def squeeze(self) -> bool:
+        """Give up the least recently used adapter that no sequence needs, at the next `plan`. False: there is none."""
+        self._is_squeezed = self._victim(None) is not None
+        return self._is_squeezed
 
     def check(self) -> None:
         """Assert the invariants."""

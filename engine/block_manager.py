@@ -1,8 +1,9 @@
 """Which block of the KV cache holds what, for whom. Pure: it counts blocks and never sees a tensor.
 
-A block is in exactly one of three places: *empty* (its content means nothing), *cached* (no sequence uses it,
-but it holds the KV of a known prefix and may be adopted again), or *used* by one or more sequences. A used block
-that is full and computed also bears the key of its prefix, so that others may share it:
+A block is *lent* (adapters use as much memory elsewhere) or in exactly one of three places: *empty* (its content
+means nothing), *cached* (no sequence uses it, but it holds the KV of a known prefix and may be adopted again), or
+*used* by one or more sequences. A used block that is full and computed also bears the key of its prefix, so that
+others may share it:
 
     key(0) = H(root ‖ tokens of block 0),  key(i) = H(key(i-1) ‖ tokens of block i)
     root   = H(checkpoint digest, adapter digest, salt)
@@ -46,6 +47,7 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._lent: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -54,7 +56,40 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+        return self.num_usable - self.num_free
+
+    @property
+    def num_lent(self) -> int:
+        """Blocks whose memory others use."""
+        return len(self._lent)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that are not lent."""
+        return self.num_blocks - len(self._lent)
+
+    def lend(self, num_blocks: int) -> int:
+        """Leave up to so many free blocks unused, as others use their share of the memory; returns how many.
+
+        The last numbers first: nothing has been written there yet, so no memory stands behind them.
+        """
+        num_lent = len(self._lent)
+        self._empty.sort(reverse=True)
+        self._lent += self._empty[:num_blocks]
+        del self._empty[:num_blocks]
+        while len(self._lent) - num_lent < num_blocks and self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self._lent.append(block)
+        return len(self._lent) - num_lent
+
+    def take_back(self, num_blocks: int) -> None:
+        """Use so many lent blocks again."""
+        assert num_blocks <= len(self._lent), "more blocks come back than were lent"
+        at = len(self._lent) - num_blocks
+        self._empty += self._lent[at:]
+        self._empty.sort(reverse=True)
+        del self._lent[at:]
 
     def adopt_prefix(self, sequence: Sequence) -> None:
         """Give a sequence that has no blocks the longest known prefix of its tokens, shared.
@@ -135,7 +170,7 @@ class BlockManager:
         users = Counter(block for s in sequences for block in s.block_table)
         assert [users[b] for b in range(self.num_blocks)] == self._num_users, "user counts differ from block tables"
         assert self.num_shared == sum(1 for n in self._num_users if n > 1)
-        places = Counter([*self._empty, *self._cached, *[b for b, n in enumerate(self._num_users) if n]])
+        places = Counter([*self._empty, *self._cached, *self._lent, *[b for b, n in enumerate(self._num_users) if n]])
         assert all(places[b] == 1 for b in range(self.num_blocks)), "a block is in no place or in two"
         assert all(self._key_of[b] is None for b in self._empty), "an empty block bears a key"
         assert all(self._key_of[b] is not None for b in self._cached), "a cached block bears no key"

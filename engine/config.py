@@ -60,10 +60,11 @@ class EngineConfig:
     """Bytes of the merged copy, which are taken from the KV cache's; 0: nothing can be merged here."""
     merge_max_wait_s: Seconds = 0.5
     """Longest time that a merged adapter keeps others waiting in one go."""
-    max_adapters: int = 32
+    max_adapters: int = 128
     """Adapters on the device at once, ≥ 1."""
     max_adapter_bytes: Bytes = 1 << 30
-    """Bytes of adapters on the device; one adapter is always allowed."""
+    """Bytes of adapters on the device; one adapter is always allowed. Where `block_bytes` is known they come out of
+    the KV cache's budget: as many free blocks stay unused, until somebody who waits needs them."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_running", "max_adapters"):

@@ -7,7 +7,7 @@ returns the update that says so, except an abort and a replacement by a later at
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from nearline.engine.adapters import AdapterAction, AdapterTable
+from nearline.engine.adapters import AdapterAction, AdapterTable, FreeAdapter
 from nearline.engine.block_manager import BlockManager, cache_root
 from nearline.engine.config import EngineConfig, MergeMode, PolicyName
 from nearline.engine.merge_turns import MergeTurns
@@ -54,6 +54,7 @@ class EngineCore:
         self.pace = StepPace(believed, is_profiled=config.step_time is not None)
         self.scheduler = Scheduler(config, self.blocks, self.adapters, _policy(config, self.pace), self.pace)
         self._merge = MergeTurns(config) if config.merge is not MergeMode.NEVER and config.merge_bytes else None
+        self._lent: dict[Digest, int] = {}
         self.num_added = 0
         self.num_ended = 0
         self.checkpoint = checkpoint
@@ -118,6 +119,19 @@ class EngineCore:
 
     def schedule(self, now: Seconds) -> Batch | None:
         """Return the next step, or None if nothing can run until something happens or a `wanted_copy` is made."""
+        batch = self._schedule(now)
+        if self.scheduler.is_short and self.blocks.num_lent and not self.adapters.squeeze() and batch is None:
+            # Nothing runs and nothing can be given up: whoever waits is let in beside the adapters.
+            self._take_back(*self._lent)
+            batch = self._schedule(now)
+        return batch
+
+    @property
+    def has_errands(self) -> bool:
+        """Whether `adapter_actions` will make room for somebody who waits."""
+        return self.adapters.is_squeezed
+
+    def _schedule(self, now: Seconds) -> Batch | None:
         if self._merge is None:
             return self.scheduler.schedule(now)
         waiting = [s for s in self.scheduler.waiting if self.adapters.can_start(s)]
@@ -176,11 +190,21 @@ class EngineCore:
 
     def adapter_actions(self) -> list[AdapterAction]:
         """Decide which adapters to read and free now; carry all of them out before the next step."""
-        return self.adapters.plan()
+        actions = self.adapters.plan()
+        self._take_back(*(action.digest for action in actions if isinstance(action, FreeAdapter)))
+        return actions
+
+    def _take_back(self, *adapters: Digest) -> None:
+        """Use the blocks again whose memory these adapters had."""
+        for digest in adapters:
+            self.blocks.take_back(self._lent.pop(digest, 0))
 
     def adapter_loaded(self, digest: Digest, num_bytes: Bytes, now: Seconds) -> None:
         """Take in that an adapter is on the device."""
         self.adapters.loaded(digest, num_bytes, now)
+        if self.config.block_bytes > 1:
+            wanted = -(-num_bytes // self.config.block_bytes)
+            self._lent[digest] = self.blocks.lend(max(0, min(wanted, self.scheduler.num_spare)))
         for sequence in self.scheduler.waiting:
             if sequence.request.adapter_digest == digest and sequence.adapter_ready_at is None:
                 sequence.adapter_ready_at = now

@@ -87,7 +87,7 @@ class BoundInstance:
         """Schedule, run, commit. None: nothing can run now. Raises one of LOST."""
         batch = self.core.schedule(clock())
         if batch is None:
-            return [] if self._merge_more(clock, _IDLE_MERGE_S) else None
+            return [] if self._merge_more(clock, _IDLE_MERGE_S) or self.core.has_errands else None
         # Steps that follow the reader measure the disk, not the model.
         self._is_read = is_read = self._is_read or self._loaded.is_complete()
         started_at = clock()
@@ -183,6 +183,7 @@ def _engine_config(runner: Runner, bind: Bind, habits: EngineHabits) -> EngineCo
         future_share=habits.future_share,
         num_host_blocks=runner.host.num_blocks,
         block_bytes=runner.kv.block_bytes,
+        max_adapter_bytes=bind.kv_bytes // 2,
         copy_bytes_per_s=copy_rate or _GUESSED_COPY_BYTES_PER_S,
         is_prefix_cached=habits.is_prefix_cached,
     )

@@ -65,6 +65,8 @@ class Scheduler:
         """Places lost because blocks lacked."""
         self.num_displaced = 0
         """Places lost because the policy gave them to others."""
+        self.is_short = False
+        """Whether somebody waits because blocks lack."""
 
     @property
     def waiting(self) -> Seq[Sequence]:
@@ -87,6 +89,12 @@ class Scheduler:
         self._policy.leave(sequence)
         sequence.state = SequenceState.FINISHED
 
+    @property
+    def num_spare(self) -> int:
+        """Blocks that no running sequence will ever need."""
+        claims = [self._claim(sequence, 0) for sequence in self._running]
+        return self._blocks.num_usable - peak_blocks(claims, self._blocks.num_shared, self._blocks.block_size)
+
     def schedule(self, now: Seconds, may_run: Callable[[Sequence], bool] | None = None) -> Batch | None:
         """Put the next step together, or return None if nothing can run. `may_run`: who else must pause, if anybody.
 
@@ -97,6 +105,7 @@ class Scheduler:
         5. Waiting sequences are admitted, in order, until one does not fit. One whose adapter is not there yet is
            passed over. After a preemption nobody is admitted.
         """
+        self.is_short = False
         self._running = self._policy.in_order(self._running, now)
         self._waiting = self._policy.in_order(self._waiting, now)
         displaced = self._displaced()
@@ -143,7 +152,7 @@ class Scheduler:
         if len(rest) + len(entering) >= self._config.max_running:
             return False
         claims = [self._claim(s, 1) for s in rest] + [self._claim(s, 0) for s in (*entering, sequence)]
-        return peak_blocks(claims, self._blocks.num_shared, self._blocks.block_size) <= self._blocks.num_blocks
+        return peak_blocks(claims, self._blocks.num_shared, self._blocks.block_size) <= self._blocks.num_usable
 
     def _share_budget(self, step: _Step) -> dict[int, int]:
         """Decide tokens per running sequence, by serial number."""
@@ -216,7 +225,8 @@ class Scheduler:
         claims = [self._claim(s, n) for s, n in self._planned(step)]
         claims.append(self._claim(sequence, num_restored + num_tokens))
         peak = peak_blocks(claims, self._blocks.num_shared, self._blocks.block_size)
-        has_room = num_tokens > 0 and peak <= self._blocks.num_blocks
+        has_room = num_tokens > 0 and peak <= self._blocks.num_usable
+        self.is_short = num_tokens > 0 and not has_room
         copies = self._blocks.extend(sequence, num_restored + num_tokens) if has_room else None
         if copies is None:
             self._blocks.release(sequence)

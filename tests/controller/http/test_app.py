@@ -121,6 +121,15 @@ async def test_a_model_is_registered_with_progress_and_can_be_called_at_once(fro
     assert (shown["state"], shown["tier"]) == ("asleep", "remote")
 
 
+async def test_a_model_may_be_asked_for_in_fewer_bits_and_says_what_that_lost(front: FrontDoor) -> None:
+    front.runtime.imports["int4:/m"] = checkpoint("d4", quantization="int4", quantization_error=0.07)
+    status, shown, _ = await front.post("/admin/models", {"name": "small", "source": "/m", "quantize": "int4"})
+    assert (status, shown["quantization"], shown["quantization_error"]) == (201, "int4", 0.07)
+    assert (await front.get("/admin/models/tiny"))[1]["quantization"] is None
+    status, answer, _ = await front.post("/admin/models", {"name": "odd", "source": "/m", "quantize": "int3"})
+    assert (status, answer["error"]["param"]) == (400, "quantize")
+
+
 async def test_registering_waits_for_the_result_when_no_stream_is_accepted(front: FrontDoor) -> None:
     front.runtime.imports["/a"] = checkpoint("a9", CheckpointKind.ADAPTER, base_digest=Digest("d0"), rank=4, files=())
     body = {"name": "bard", "base": "tiny", "source": "/a"}

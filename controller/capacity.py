@@ -20,7 +20,7 @@ from nearline.controller.policy.placement import Need, NoPlace, Placement
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, InstanceRecord, ModelKey, ModelRecord
-from nearline.protocol import InstanceId, InstanceSpec, Seconds
+from nearline.protocol import InstanceId, InstanceSpec, NodeId, Seconds
 from nearline.protocol.errors import ErrorInfo, NodeLost, OutOfMemory
 
 _STARVED, _BELOW_MINIMUM, _GROWING = range(3)
@@ -47,6 +47,8 @@ class CapacityDesk:
         self._choices = choices
         self._adviser = choices.adviser(fleet, config)
         self._wanting: dict[ModelKey, None] = {}
+        self.waiting: list[ModelRecord] = []
+        """Models that the last plan left without an instance they want, in its order."""
         self._num_instances = 0
         self._replan_at = float("inf")
 
@@ -90,10 +92,20 @@ class CapacityDesk:
             while self._is_wanting(model) and self._try(model, claimed, now):
                 pass
             self.consider(model)
+        self.waiting = [model for model in models if model.key in self._wanting]
         if self._replan_at < float("inf"):
             self._agenda.timers.set(("plan", ""), self._replan_at)
         else:
             self._agenda.timers.drop(("plan", ""))
+
+    def prepare(self, model: ModelRecord, reason: str, now: Seconds) -> bool:
+        """Start an instance nobody waits for yet, if a slot stands free. True if it was started."""
+        need = self._need(model)
+        found = self._choices.place(self._fleet.nodes.values(), need, now, self._config, lambda _: False, ())
+        is_free = isinstance(found, Placement) and not found.leaving
+        if is_free and isinstance(found, Placement):
+            self._start(model, found, reason, now)
+        return is_free
 
     def solved(self, answer: PlanSolved) -> bool:
         """Take the solver's answer. True if the order of models changes by it."""
@@ -142,7 +154,7 @@ class CapacityDesk:
             claimed.update(dict.fromkeys(found.leaving))
             self._preload(model, found)
             return False
-        self._start(model, found, now)
+        self._start(model, found, scaling.wanted(model, self._config).reason, now)
         return True
 
     def _is_patient(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> bool:
@@ -161,15 +173,18 @@ class CapacityDesk:
     def _need(self, model: ModelRecord) -> Need:
         groups = model.queue.ordered_groups()
         adapter_digest = groups[0].key.adapter_digest if groups else None
-        return Need(model.digest, model.num_bytes, adapter_digest, tuple(model.failed_nodes))
+        gain, crowded = model.sharing.gain, list[tuple[NodeId, int]]()
+        if gain is not None and gain < self._config.min_sharing_gain:
+            crowded = [(i.node.node_id, i.spec.device_index) for i in model.instances.values() if i.is_live]
+        return Need(model.digest, model.num_bytes, adapter_digest, tuple(model.failed_nodes), crowded)
 
-    def _start(self, model: ModelRecord, found: Placement, now: Seconds) -> None:
+    def _start(self, model: ModelRecord, found: Placement, why: str, now: Seconds) -> None:
         self._num_instances += 1
         node, short_name = self._fleet.nodes[found.node_id], model.spec.model_id.rsplit("/", 1)[-1]
         instance_id = InstanceId(f"{short_name}.{self._config.epoch}.{self._num_instances}")
         spec = InstanceSpec(instance_id, model.spec.model_id, model.digest, found.device_index)
         parts = startup(node, model.digest, model.num_bytes, now)
-        reason = f"{scaling.wanted(model, self._config).reason}; {found.reason}"
+        reason = f"{why}; {found.reason}"
         instance = self._machines.ensure(model, node, spec, now)
         instance.estimate_s = parts.total_s
         if parts.queue_s + parts.read_s > 0:

@@ -56,6 +56,14 @@ class CoreConfig:
     """Crashes in a row that a request may see without one new token: then it is the cause, and fails alone. >= 2."""
     scale_out_factor: float = 1.0
     """A further replica starts when more requests wait than this times what the replicas run at once. > 0."""
+    demand_load: float = 0.8
+    """Part of its places that traffic should keep busy; above it a model with waiting requests gets a replica. > 0."""
+    scale_in_load: float = 0.6
+    """A replica is spare while the traffic keeps less than this part of the others' places busy. > 0."""
+    scale_in_s: Seconds = 60.0
+    """Time a replica must be spare before it goes. > 0."""
+    min_sharing_gain: float = 1.1
+    """Replicas share a device only if two there were not measured to serve less than this many times one. > 0."""
     refusal_quantile: float = 0.1
     """A deadline is out of reach when even this quantile of the estimated end is later. In (0, 1)."""
     max_wait_targets: float = 3.0

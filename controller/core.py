@@ -23,6 +23,7 @@ from nearline.controller.events import (
     SequenceEnded,
     Woke,
 )
+from nearline.controller.foresight import ForesightDesk
 from nearline.controller.machines import MachineDesk
 from nearline.controller.places import PlaceDesk
 from nearline.controller.requests import RequestDesk
@@ -46,6 +47,7 @@ class ControllerCore:
         self._machines = MachineDesk(self.fleet, config, self._agenda, self._requests)
         self._capacity = CapacityDesk(self.fleet, config, self._agenda, self._requests, self._machines, choices)
         self._places = PlaceDesk(self.fleet, config, self._agenda, self._requests)
+        self._foresight = ForesightDesk(self.fleet, config, self._agenda, self._machines, self._capacity)
         self._wake_at: Seconds | None = None
 
     def on(self, event: Event, now: Seconds) -> list[Action]:
@@ -114,8 +116,8 @@ class ControllerCore:
         if model is None:
             queue = self._choices.queue(dict(self.config.tenant_weights))
             model = self.fleet.models[spec.model_id, digest] = ModelRecord(spec, queue)
-            if old is not None:  # a new version answers much like the one before it
-                model.lengths = old.lengths
+            if old is not None:  # a new version answers, and is called, much like the one before it
+                model.lengths, model.gaps, model.demand = old.lengths, old.gaps, old.demand
         model.spec, model.is_retired = spec, False
         self.fleet.current[spec.model_id] = digest
         self.fleet.doomed.pop(digest, None)
@@ -149,6 +151,7 @@ class ControllerCore:
             elif agenda.is_plan_due:
                 agenda.is_plan_due = False
                 self._capacity.plan(now)
+                self._foresight.look_ahead(now)
             else:
                 break
         self._delete_doomed()
@@ -160,6 +163,7 @@ class ControllerCore:
         model.refresh(now)
         self._capacity.consider(model)
         self._capacity.schedule_idle(model)
+        self._foresight.consider(model, now)
         if model.is_retired and not model.queue.num_waiting:
             self._wind_down(model, now)
 
@@ -186,9 +190,12 @@ class ControllerCore:
                 self._machines.grace_ended(NodeId(name), now)
             case "plan":
                 self._agenda.is_plan_due = True
-            case "places":
+            case "places" | "forecast" | "spare":
                 digest, _, model_id = name.partition(" ")
-                if (model := self.fleet.models.get((ModelId(model_id), Digest(digest)))) is not None:
+                model = self.fleet.models.get((ModelId(model_id), Digest(digest)))
+                if model is not None and kind == "forecast":
+                    self._foresight.forecast_came(model, now)
+                elif model is not None:
                     self._agenda.touch(model)
 
     def _delete_doomed(self) -> None:

@@ -164,7 +164,7 @@ class MachineDesk:
         if all(other.loaded_at is not None for other in node.instances.values()):
             node.storage_free_at = min(node.storage_free_at, now)
         model.num_start_failures, model.retry_at = 0, 0.0
-        model.last_places = instance.max_running
+        model.last_places, model.last_start_s = instance.max_running, now - instance.created_at
         model.failed_nodes.clear()
         self._agenda.is_plan_due = True
 

@@ -83,7 +83,7 @@ class PlaceDesk:
             wait = None if wait is None else model.waits.calibrated(wait)
             risk_at = eviction.at_risk_at(request.due_at, request.target_s, wait)
             if now < risk_at:
-                self._agenda.timers.set(("places", f"{model.digest} {model.spec.model_id}"), risk_at)
+                self._agenda.timers.set(("places", model.name), risk_at)
                 return
             instances = list(model.instances.values())
             chosen = eviction.victim(instances, request, model.service_s, now, self._config)

@@ -54,6 +54,10 @@ class RequestDesk:
             self._refuse(info.request_id, error)
             return
         self._num_arrivals += 1
+        model.demand.note(now)
+        if model.quiet_since is not None:
+            model.gaps.note(now - model.quiet_since)
+            model.quiet_since = None
         fleet.requests[info.request_id] = request
         if info.adapter_digest is not None:
             model.traffic.note(info.adapter_digest, now)
@@ -114,6 +118,8 @@ class RequestDesk:
                 model.lengths.learn(request.features, request.predicted_tokens, event.num_generated)
             if request.attempt == 1:
                 model.waits.finished(request.length_bucket, event.num_generated, now - request.dispatched_at)
+                if model.spec.max_replicas > 1 and event.num_generated > 1:
+                    self._note_pace(request, event.num_generated, now)
             self._fleet.promises.ended(request, event.num_generated, now)
             self._end(request, now)
             return
@@ -125,6 +131,16 @@ class RequestDesk:
             instance.is_doubtful = True
             is_blamed = not instance.is_stopping and error.code != ERRORS[CheckpointUnreadable].code
             self._lost(request, is_blamed, error, now)
+
+    def _note_pace(self, request: RequestRecord, num_tokens: int, now: Seconds) -> None:
+        """Learn how fast a model's sequences are beside busy instances on their device, and without."""
+        if request.first_token_at is None or request.instance_id is None or request.num_evictions:
+            return
+        instance = self._fleet.instances[request.instance_id]
+        index = instance.spec.device_index
+        others = [i for i in instance.node.instances.values() if i is not instance and i.spec.device_index == index]
+        pace_s = (now - request.first_token_at) / (num_tokens - 1)
+        instance.model.sharing.note(pace_s, any(other.in_flight for other in others))
 
     def expired(self, request_id: RequestId, now: Seconds) -> None:
         """End a request whose deadline has passed, or that waited too long for an instance."""
@@ -211,6 +227,8 @@ class RequestDesk:
         elif model.queue.has(request):
             model.queue.remove(request)
             self._fleet.num_waiting -= 1
+        if not model.num_running and not model.queue.num_waiting:
+            model.quiet_since, model.preloading_on = now, None
         del self._fleet.requests[request.info.request_id]
         self._agenda.timers.drop(("request", request.info.request_id))
         model.refresh(now)

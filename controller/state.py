@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nearline.controller.policy.adapters import AdapterTraffic
+from nearline.controller.policy.demand import Demand, Sharing
+from nearline.controller.policy.keep_alive import GapHistogram
 from nearline.controller.policy.prediction import PRIOR_TOKENS, LengthPredictor, bucket_of
 from nearline.controller.policy.waiting import WaitEstimator
 from nearline.controller.promises import Promises
@@ -153,7 +155,8 @@ class NodeRecord:
 class ModelRecord:
     """One version of a model: who waits for it, what serves it, and how its starts have gone.
 
-    `starved_since` is set exactly while requests wait and nothing serves or starts. A retired version accepts no
+    `starved_since` is set exactly while requests wait and nothing serves or starts, `quiet_since` while it has no
+    request at all (and had one), `spare_since` while one replica fewer would do. A retired version accepts no
     new requests; it lives until its last request has ended and its last instance has stopped.
     """
 
@@ -176,12 +179,23 @@ class ModelRecord:
     homes_for: tuple[tuple[InstanceId, ...], int] = ((), 0)
     homes_due: Seconds = 0.0
     waits: WaitEstimator = field(default_factory=WaitEstimator)
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+    quiet_since: Seconds | None = None
+    demand: Demand = field(default_factory=Demand)
+    sharing: Sharing = field(default_factory=Sharing)
+    spare_since: Seconds | None = None
+    last_start_s: Seconds = 0.0
     digest: Digest = field(init=False)
     key: ModelKey = field(init=False)
 
     def __post_init__(self) -> None:
         self.digest = self.spec.checkpoint.digest
         self.key = (self.spec.model_id, self.digest)
+
+    @property
+    def name(self) -> str:
+        """The version as the name of a timer."""
+        return f"{self.digest} {self.spec.model_id}"
 
     @property
     def num_bytes(self) -> Bytes:

@@ -78,6 +78,7 @@ MINDS = {
         "promises",
         "advice",
         "places",
+        "foresight",
     },
 }
 IMPURE = {"time", "asyncio", "threading", "logging", "structlog", "torch", "random", "os", "socket", "subprocess",

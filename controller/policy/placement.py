@@ -21,12 +21,14 @@ MayStop = Callable[[InstanceView], bool]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A model version that wants one more instance. `avoid` lists nodes on which it failed to start."""
+    """A model version that wants one more instance. `avoid` lists nodes on which it failed to start, `crowded` devices
+    on which it must not have another one."""
 
     digest: Digest
     num_bytes: Bytes
     adapter_digest: Digest | None = None
     avoid: Collection[NodeId] = ()
+    crowded: Collection[tuple[NodeId, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ def place(
     if not fitting:
         return _hopeless(connected, holders, need)
     fitting = [pair for pair in fitting if pair[0].node_id not in need.avoid] or fitting
+    if need.crowded:
+        fitting = [(n, d) for n, d in fitting if (n.node_id, d.index) not in need.crowded]
     best: tuple[Seconds, NodeId, int] | None = None
     placement: Placement | NoPlace = NoPlace("every slot is taken by instances that may not be stopped yet")
     starts = [(startup(n, need.digest, need.num_bytes, now), n, d) for n, d in fitting]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from nearline.controller.events import RequestInfo
+from nearline.controller.policy.demand import Demand
+from nearline.controller.policy.keep_alive import GapHistogram
 from nearline.protocol import (
     Bytes,
     DeviceInfo,
@@ -72,6 +74,12 @@ class ModelView(Protocol):
     def starved_since(self) -> Seconds | None: ...
     @property
     def service_s(self) -> Seconds: ...
+    @property
+    def gaps(self) -> GapHistogram: ...
+    @property
+    def quiet_since(self) -> Seconds | None: ...
+    @property
+    def demand(self) -> Demand: ...
     @property
     def failed_nodes(self) -> Mapping[NodeId, None]: ...
 

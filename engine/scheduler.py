@@ -113,7 +113,7 @@ class Scheduler:
         decoding = [s for s in self._running if s.num_uncomputed == 1 and s not in displaced and s not in self._paused]
         work = StepWork(0, 0, len(decoding), sum(len(s.token_ids) for s in decoding))
         target_s = tpot_target_s(decoding, self._config)
-        step = _Step(StepBudget(self._config, self._pace.model, target_s, work), displaced=displaced)
+        step = _Step(StepBudget(self._config, self._pace, target_s, work), displaced=displaced)
         for sequence in displaced:
             self._preempt(sequence, step)
         self.num_displaced += len(displaced)

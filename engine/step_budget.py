@@ -7,15 +7,18 @@ less than MIN_CHUNK tokens, so prompts advance whatever the targets are.
 
 import sys
 from collections.abc import Iterable
+from math import inf
 
 from nearline.engine.config import EngineConfig
 from nearline.engine.sequence import Sequence
-from nearline.protocol import Seconds, SloClass, StepTimeModel, StepWork
+from nearline.engine.step_pace import StepPace
+from nearline.protocol import Seconds, SloClass, StepWork
 
 MIN_CHUNK = 16
 """Prompt tokens that every step with a prompt takes at least."""
 LONGEST_FREE_STEP_S: Seconds = 1.0
-"""A step in which nobody decodes: who arrives meanwhile waits for its end."""
+"""A step in which nobody decodes: who arrives meanwhile waits for its end. Not before a step has been measured: the
+first prompt of a cold start is not cut on a guess."""
 _STRETCH = 1.5
 """A step with prompts may take this many times as long as its decodes alone, if that is more than the target."""
 
@@ -28,17 +31,17 @@ def tpot_target_s(decoding: Iterable[Sequence], config: EngineConfig) -> Seconds
 class StepBudget:
     """What one step may still take. Chunks are whole blocks unless a prompt ends in them."""
 
-    def __init__(self, config: EngineConfig, model: StepTimeModel, target_s: Seconds | None, decodes: StepWork) -> None:
+    def __init__(self, config: EngineConfig, pace: StepPace, target_s: Seconds | None, decodes: StepWork) -> None:
         self.work = decodes
-        self._model = model
+        self._model = pace.model
         self._block_size = config.block_size
         self._is_cut = config.max_step_tokens is not None
         self.tokens_left = max(0, (config.max_step_tokens or sys.maxsize) - decodes.num_decoding)
         self._least_left = MIN_CHUNK
         if target_s is None:
-            self._limit_s = LONGEST_FREE_STEP_S
+            self._limit_s = LONGEST_FREE_STEP_S if pace.is_known else inf
         else:
-            self._limit_s = max(target_s, _STRETCH * model.step_s(decodes))
+            self._limit_s = max(target_s, _STRETCH * pace.model.step_s(decodes))
 
     def chunk(self, num_wanted: int, start: int) -> int:
         """The next tokens, at most `num_wanted`, of a prompt of which `start` are known; 0: not in this step."""

@@ -23,6 +23,8 @@ class StepPace:
 
     def __init__(self, believed: StepTimeModel, is_profiled: bool) -> None:
         self.model = m = believed
+        self.is_known = is_profiled
+        """Whether anything was ever measured, here or for the profile."""
         weight = _PROFILE_WEIGHT if is_profiled else _GUESS_WEIGHT
         prefill = (m.prefill_base_s, m.prefill_per_token_s, m.prefill_per_square_s)
         self._prefill = _LearnedLaw(prefill, _PREFILL_ANCHORS, weight)
@@ -33,6 +35,7 @@ class StepPace:
         """Take in how long a step took."""
         if seconds <= 0.0:
             return
+        self.is_known = True
         if work.num_prefill_tokens:
             decode_s = self.model.decode_s(work.num_decoding, work.num_context_tokens) - self.model.decode_base_s
             # A step that took no longer than its decodes says no more than that its prefill was cheap.

@@ -8,7 +8,7 @@ Source: Sarathi-Serve (OSDI 2024): a step's budget is the largest whose profiled
 """
 
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 from nearline.protocol.ids import Bytes, Digest, Seconds
 
@@ -81,8 +81,8 @@ class StepTimeModel:
 
     def tokens_within(self, seconds: Seconds, start: int, limit: int) -> int:
         """The most prompt tokens, at most `limit`, that add no more than `seconds` to a step that has paid its base."""
-        if seconds <= 0.0:
-            return 0
+        if seconds <= 0.0 or seconds == inf:
+            return limit if seconds == inf else 0
         slope = self.prefill_per_token_s + 2 * start * self.prefill_per_square_s
         below = slope + sqrt(slope * slope + 4 * self.prefill_per_square_s * seconds)
         return limit if 2 * seconds >= limit * below else int(2 * seconds / below)

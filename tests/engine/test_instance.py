@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nearline.engine import PolicyName
 from nearline.engine.instance import BoundInstance, EngineHabits
 from nearline.loader import MappedPool
 from nearline.protocol import Digest, InstanceSpec, ModelId, RequestId
@@ -22,13 +23,13 @@ Bound = Callable[..., BoundInstance]
 def bind(checkpoints: dict[str, Path]) -> Iterator[Bound]:
     bound: list[BoundInstance] = []
 
-    def make(**habits: Any) -> BoundInstance:
+    def make(kv_bytes: int = 1 << 20, **habits: Any) -> BoundInstance:
         pool, directory = Pool(), checkpoints["a"]
         frames = pool.take(directory)
         pool.fill(directory, frames)
         mapped = MappedPool(pool.fd, pool.ready_fd, PoolLayout(NUM_FRAMES, FRAME_BYTES))
         spec = InstanceSpec(INSTANCE, ModelId("m"), Digest(directory.name))
-        order = Bind(spec, str(directory / "manifest.json"), frames, 1 << 20, 8, 1)
+        order = Bind(spec, str(directory / "manifest.json"), frames, kv_bytes, 8, 1)
         bound.append(BoundInstance(order, mapped, EngineHabits(**habits)))
         return bound[-1]
 
@@ -73,6 +74,22 @@ def test_prefix_cache_and_chunks_change_no_token_in_float32(
     together, cached = generate(instance, prompts, "together")
     assert together == expected
     assert (cached > 200) == habits.get("is_prefix_cached", True)
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("policy", PolicyName)
+def test_preempted_sequences_go_on_token_for_token_swapped_or_computed_again(
+    bind: Bound, oracles: dict[str, Oracle], policy: PolicyName, swap_bytes: int
+) -> None:
+    """More than the KV cache holds at once, admitted all the same."""
+    instance = bind(
+        kv_bytes=1 << 17, policy=policy, future_share=0.0, swap_bytes=swap_bytes, is_prefix_cached=False, step_tokens=64
+    )
+    prompts = [[(5 * i + 3 * j) % 256 for j in range(20 + i)] for i in range(7)]
+    assert generate(instance, prompts, "crowd")[0] == [oracles["a"](prompt) for prompt in prompts]
+    scheduler = instance.core.scheduler
+    assert scheduler.num_preemptions > 0
+    assert (scheduler.host.num_swaps > 0) == (swap_bytes > 0)
 
 
 def test_a_step_that_fails_unforeseen_ends_its_sequences_and_the_next_ones_run(

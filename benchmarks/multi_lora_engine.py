@@ -62,7 +62,7 @@ class MiniEngine:
     """One bound model. Owns its KV cache, its adapters and a reader thread."""
 
     def __init__(
-        self, directory: Path, kv_bytes: int, merge: MergeMode = MergeMode.NEVER, max_adapters: int = 32
+        self, directory: Path, kv_bytes: int, merge: MergeMode = MergeMode.NEVER, max_adapters: int = 128
     ) -> None:
         spec = decoder_spec(json.loads((directory / "config.json").read_text()))
         is_merging = merge is not MergeMode.NEVER

@@ -18,6 +18,8 @@ from nearline.protocol.errors import NearlineError
 
 POLICIES = ("fcfs", "shortest", "mlfq")
 """What `python -m nearline.engine --policy` takes."""
+MERGES = ("never", "auto", "always")
+"""What its `--merge` takes. Under `auto` who else is there may change tokens at near ties."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hang-timeout", type=float, default=30.0, metavar="S", help="engines silent for longer are killed (30)")
     add("--engine-policy", choices=POLICIES, help="in which order an engine's sequences run (default: fcfs)")
     add("--tpot-ms", type=float, metavar="MS", help="target between tokens for which prompts are cut (default: 100)")
+    add("--merge", choices=MERGES, help="run adapters on weights they are merged into (default: never)")
     add(
         "--swap-bytes",
         type=_size,
@@ -77,7 +80,12 @@ def _config(options: argparse.Namespace) -> NodeConfig:
         hang_timeout_s=options.hang_timeout,
         token=_token(options.token_file),
     )
-    wished = (("--policy", options.engine_policy), ("--tpot-ms", options.tpot_ms), ("--swap-bytes", options.swap_bytes))
+    wished = (
+        ("--policy", options.engine_policy),
+        ("--tpot-ms", options.tpot_ms),
+        ("--swap-bytes", options.swap_bytes),
+        ("--merge", options.merge),
+    )
     engine_options = [text for flag, value in wished if value is not None for text in (flag, str(value))]
     config = replace(config, engine_options=tuple(engine_options))
     if options.engine_command:

@@ -44,6 +44,10 @@ def up(
     engine_policy: Annotated[
         str | None, typer.Option(help="In which order an engine's requests run: fcfs (default), shortest or mlfq.")
     ] = None,
+    merge: Annotated[
+        str | None,
+        typer.Option(help="Run adapters merged into a copy of the base: never (default), auto or always, in turns."),
+    ] = None,
     tpot_ms: Annotated[
         float | None, typer.Option(help="Target between tokens; prompts are cut so that steps keep it (default 100).")
     ] = None,
@@ -65,7 +69,7 @@ def up(
     """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
     agent_args: list[str] = []
     sizes = (("--pool-bytes", pool), ("--ssd-budget", ssd_budget), ("--swap-bytes", swap_bytes))
-    habits = (("--engine-policy", engine_policy), ("--tpot-ms", tpot_ms))
+    habits = (("--engine-policy", engine_policy), ("--tpot-ms", tpot_ms), ("--merge", merge))
     for flag, value in (("--slots", slots), ("--prewarm", prewarm), *sizes, *habits):
         agent_args += [flag, str(value)] if value is not None else []
     tenants = (("--tenant-weight", tenant_weight), ("--tenant-limit", tenant_limit), ("--tenant-slo", tenant_slo))

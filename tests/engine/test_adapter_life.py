@@ -276,3 +276,36 @@ def test_random_loads_unloads_aborts_and_requests_leave_exactly_what_is_register
     life.drain()
     assert life.resident() == set()
     assert life.instance._runner.adapters.num_bytes == 0
+
+
+@pytest.mark.slow
+def test_a_minute_of_alternating_adapters_over_a_shared_prefix_changes_no_token(
+    live: Callable[..., Life], adapters: tuple[dict[str, Path], Any]
+) -> None:
+    """Two adapters in turn every few milliseconds over one long prefix; others are loaded and unloaded between."""
+    oracles, life = adapters[1], live(max_adapters=3)
+    prefix = [3 + (7 * i) % 250 for i in range(480)]
+    draw, wanted, index = random.Random(0), {}, 0
+    expected = {name: oracles[name](prefix, 6) for name in "AB"}
+    for name in "AB":
+        life.announce(name)
+    ends_at = time.monotonic() + 60.0
+    while time.monotonic() < ends_at:
+        name = "AB"[index % 2]
+        life.submit(f"{name}{index}", name, prefix, max_tokens=6)
+        wanted[f"{name}{index}"] = expected[name]
+        if index % 3 == 0:
+            other = draw.choice("CD")
+            life.announce(other)
+            life.submit(f"{other}{index}", other, prefix[:40], max_tokens=2)
+            life.step()
+            life.retire(other)
+        until = time.monotonic() + 0.008
+        while time.monotonic() < until and life.step():
+            pass
+        index += 1
+        if len(life.tokens) - len(life.ends) > 12:
+            life.drain()
+    life.drain()
+    assert index > 100
+    assert {request_id: life.tokens[request_id] for request_id in wanted} == wanted

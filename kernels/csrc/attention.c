@@ -209,6 +209,15 @@ INLINE void weigh_tile(const attention_args *args, const item_t *item, long tile
     }
 }
 
+/* Asks for what the item after this one reads first; blocks of other sequences lie elsewhere. */
+static void prefetch_item(const attention_loop *loop, long index) {
+    if (index >= loop->num_items) return;
+    item_t next = item_of(loop, index);
+    long first = next.lowest / GROUP * GROUP;
+    prefetch_positions(loop->args, &next, loop->args->k_cache, first, min_of(first + KEYS_AHEAD, next.highest));
+    prefetch_positions(loop->args, &next, loop->args->v_cache, first, min_of(first + VALUES_AHEAD, next.highest));
+}
+
 static void attend_tile(const attention_args *args, const item_t *item, long tile, workspace *w, partial_t part) {
     memset(part.out, 0, (size_t)(item->num_rows * args->head_dim * 4));
     if (args->dt == F32) score_tile(args, item, tile, w, F32);
@@ -271,6 +280,7 @@ static void attend_item(void *context, long index) {
     start_state(state, item.num_rows, D);
     find_queries(loop->args, &item, &w);
     for (long tile = item.lowest / TILE * TILE; tile < item.highest; tile += TILE) {
+        if (tile + TILE >= item.highest) prefetch_item(loop, index + 1);
         attend_tile(loop->args, &item, tile, &w, part);
         merge(state, part, item.num_rows, D);
     }

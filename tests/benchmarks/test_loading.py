@@ -48,7 +48,7 @@ def test_a_small_run_measures_everything_and_leaves_nothing_behind(tmp_path: Pat
     command += ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=110)
     text = (tmp_path / "results" / "loading.md").read_text()
-    for section in ("cold, SSD → usable tensors", "DRAM → tensors", "import, of the disk's", "swap in DRAM", "tmpfs"):
+    for section in ("cold, SSD → usable tensors", "DRAM → tensors", "import from memory", "swap in DRAM", "tmpfs"):
         assert section in text
     assert (tmp_path / "results" / "loading.svg").read_text().startswith("<?xml")
     assert list((tmp_path / "work").iterdir()) == []

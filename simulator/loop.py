@@ -14,6 +14,7 @@ from nearline.controller.actions import (
     EnsureInstance,
     Preload,
     Reject,
+    SolvePlan,
     StopInstance,
     WakeAt,
     YieldPlace,
@@ -24,11 +25,13 @@ from nearline.controller.events import (
     ModelAdded,
     NodeJoined,
     NodeLost,
+    PlanSolved,
     RequestArrived,
     RequestCancelled,
     SequenceEnded,
     Woke,
 )
+from nearline.controller.policy.planner import exact
 from nearline.protocol import FinishReason, InstanceId, InstanceState, ModelSpec, NodeId, RequestId, Seconds, encode
 from nearline.simulator.arrivals import Arrival
 from nearline.simulator.engines import SimulatedSequence
@@ -38,6 +41,8 @@ from nearline.simulator.outcome import CANCELLED, FINISHED, Call, Outcome
 
 _MAX_TOKENS = 1024
 """What simulated callers allow their answers if they do not say."""
+_MAX_SOLVED = 5
+"""Groups up to which the planner gets the best plan there is, at once; beyond, no answer: the search's plan stays."""
 
 
 class Simulation:
@@ -223,6 +228,9 @@ class Simulation:
                 self._frames.append((self.nodes[node_id].ensure, (spec,)))
             case StopInstance(instance_id, node_id, drain_s):
                 self._frames.append((self.nodes[node_id].stop, (instance_id, drain_s)))
+            case SolvePlan(version, groups, slots):
+                found = exact(groups, slots) if len(groups) <= _MAX_SOLVED else None
+                self.schedule(0.0, self.post, PlanSolved(version, found))
             case Preload(node_id, digest):
                 self._frames.append((self.nodes[node_id].preload, (digest,)))
             case Reject(request_id, error):

@@ -20,7 +20,24 @@ from nearline.simulator import (
 )
 from nearline.simulator.__main__ import main, parse, run
 
-FLEET = "--models 6 --nodes 2 --slots 1 --model-gb 8 --dram-gb 40 --keep-alive 20 --zipf 0.5 --seed 4".split()
+FLEET = [
+    "--models",
+    "6",
+    "--nodes",
+    "2",
+    "--slots",
+    "1",
+    "--model-gb",
+    "8",
+    "--dram-gb",
+    "40",
+    "--keep-alive",
+    "20",
+    "--zipf",
+    "0.5",
+    "--seed",
+    "4",
+]
 
 
 def outcome(policy: str, *more: str) -> Outcome:
@@ -61,6 +78,7 @@ def test_fair_counters_protect_a_tenant_from_a_flood_and_arrival_order_does_not(
 def test_the_command_takes_a_fleet_file_and_writes_json(tmp_path: Path) -> None:
     fleet, out = tmp_path / "fleet.toml", tmp_path / "out.json"
     fleet.write_text('[[nodes]]\nslots = 2\n\n[[models]]\ncount = 2\nname = "chat"\ngb = 4.0\n')
-    assert main(["--fleet", str(fleet), "--rate", "1", "--seconds", "20", "--detail", "engine", "--json", str(out)]) == 0
+    load = ["--rate", "1", "--seconds", "20"]
+    assert main(["--fleet", str(fleet), *load, "--detail", "engine", "--json", str(out)]) == 0
     assert '"policy": "nearline"' in out.read_text()
     assert main(["--fleet", str(tmp_path / "none.toml")]) == 2

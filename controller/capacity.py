@@ -107,6 +107,11 @@ class CapacityDesk:
             self._start(model, found, reason, now)
         return is_free
 
+    def plans(self) -> dict[str, int]:
+        """Plans made, those that a solver bettered, and its answers that came too late."""
+        adviser = self._adviser
+        return {"planned": adviser.num_plans, "bettered": adviser.num_better, "late": adviser.num_late}
+
     def solved(self, answer: PlanSolved) -> bool:
         """Take the solver's answer. True if the order of models changes by it."""
         return self._adviser.solved(answer)
@@ -158,16 +163,19 @@ class CapacityDesk:
         return True
 
     def _is_patient(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> bool:
-        """Wait for a slot near the bytes if that is sooner, but never beyond the model's wait bound."""
+        """Wait for a slot near the bytes if that is sooner, but never beyond some of the model's wait bounds."""
         max_wait_s = self._max_wait_s(model)
-        if model.starved_since is None or now >= model.starved_since + max_wait_s:
+        if model.starved_since is None or now >= model.starved_since + patience.PATIENCE * max_wait_s:
             return False
-        free_at = partial(patience.free_at, now=now, config=self._config, max_wait_s=max_wait_s)
+        bound_at = model.starved_since + max_wait_s
+        args = {"now": now, "config": self._config, "max_wait_s": max_wait_s, "bound_at": bound_at}
+        free_at = partial(patience.free_at, **args)
         soon = self._choices.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
         if soon is None:
             return False
         model.wait_reason = f"a slot on {soon.node_id}, which has its bytes in DRAM, is sooner than reading them again"
-        self._replan_by(min(max(soon.at, now + _PATIENCE_STEP_S), model.starved_since + max_wait_s))
+        limit = model.starved_since + patience.PATIENCE * max_wait_s
+        self._replan_by(min(max(soon.at, now + _PATIENCE_STEP_S), max(bound_at, now + _PATIENCE_STEP_S), limit))
         return True
 
     def _need(self, model: ModelRecord) -> Need:

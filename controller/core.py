@@ -58,6 +58,11 @@ class ControllerCore:
         self._ask_to_be_woken(now)
         return self._agenda.actions
 
+    def decisions(self) -> dict[str, int]:
+        """How often the core did what callers do not see: plans made, bettered by a solver, answered too late by it;
+        answers that gave way, and requests that moved."""
+        return {**self._capacity.plans(), "evicted": self._places.num_evicted, "moved": self._places.num_moved}
+
     def check(self) -> None:
         """Assert the invariants of the fleet. Raises AssertionError."""
         self.fleet.check()

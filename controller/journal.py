@@ -5,16 +5,14 @@ record of every file is the header (format, part, core config); every other one 
 with the core itself, so replaying the files in order gives the very same actions; once the oldest files of a long run
 have been deleted, what is left can be read but not replayed. It holds lengths and ids, never text or tokens.
 
-`python -m nearline.controller.journal FILE [--request ID]`
+`python -m nearline.controller.replay FILE [--request ID]` reads it for people (replay.py).
 """
 
-import argparse
 import errno
 import hashlib
 import re
 import struct
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,11 +101,16 @@ def read(path: Path) -> tuple[JournalHeader, Iterator[tuple[Event, Seconds]]]:
 def replay(path: Path) -> Iterator[tuple[Seconds, Event, list[Action]]]:
     """Run a journal through a fresh core and yield what it did. Raises WireError if its first file is missing."""
     header, events = read(path)
-    if header.part != 0:
-        raise WireError(f"{path} is part {header.part} of its journal; replay starts at part 0, which may be deleted")
+    first_part(path, header)
     core = ControllerCore(header.config)
     for event, now in events:
         yield now, event, core.on(event, now)
+
+
+def first_part(path: Path, header: JournalHeader) -> None:
+    """Raises WireError unless a journal's core can be built up from here."""
+    if header.part != 0:
+        raise WireError(f"{path} is part {header.part} of its journal; replay starts at part 0, which may be deleted")
 
 
 def digest(steps: Iterable[tuple[Seconds, Event, list[Action]]]) -> str:
@@ -126,20 +129,34 @@ def concerning(
 
     Starts and stops are listed while it waits, since they are what it waits for.
     """
-    instances: dict[str, None] = {}
-    is_open = False
+    concern = Concern(request_id)
     for now, event, actions in steps:
+        for item in concern.of(event, actions):
+            yield now, item
+
+
+class Concern:
+    """What of each step concerns one request: fed step by step, in order."""
+
+    def __init__(self, request_id: RequestId) -> None:
+        self._request_id = request_id
+        self._instances: dict[str, None] = {}
+        self._is_open = False
+
+    def of(self, event: Event, actions: Sequence[Action]) -> list[Event | Action]:
+        found: list[Event | Action] = []
         info = getattr(event, "info", None)
         for item in (event, *actions):
-            status = getattr(item, "status", None)
-            spec = getattr(item, "spec", None)
+            status, spec = getattr(item, "status", None), getattr(item, "spec", None)
             name = getattr(item, "instance_id", None) or getattr(status or spec, "instance_id", None)
-            is_own = request_id == getattr(info if item is event and info else item, "request_id", None)
+            is_own = self._request_id == getattr(info if item is event and info else item, "request_id", None)
             if is_own:
-                is_open = not _is_end(item)
-                instances |= {name: None} if name else {}
-            if is_own or (is_open and not isinstance(item, WakeAt) and name and _is_machine(item, name, instances)):
-                yield now, item
+                self._is_open = not _is_end(item)
+                self._instances |= {name: None} if name else {}
+            is_other = self._is_open and not isinstance(item, WakeAt) and name
+            if is_own or (is_other and _is_machine(item, str(name), self._instances)):
+                found.append(item)
+        return found
 
 
 def _is_end(item: Event | Action) -> bool:
@@ -182,27 +199,3 @@ def _events(path: Path, records: Iterator[Any]) -> Iterator[tuple[Event, Seconds
             return
         records = _records(path)
         next(records, None)
-
-
-def main(arguments: list[str]) -> int:
-    """Print the digest of a journal's actions, or the story of one request."""
-    parser = argparse.ArgumentParser(prog="nearline replay", description=main.__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--request", type=RequestId, help="tell what happened to this request, and why")
-    options = parser.parse_args(arguments)
-    try:
-        if options.request is None:
-            sys.stdout.write(digest(replay(options.file)) + "\n")
-            return 0
-        start = None
-        for now, item in concerning(options.request, replay(options.file)):
-            start = now if start is None else start
-            sys.stdout.write(f"{now - start:+10.3f} s  {item}\n")
-    except (OSError, WireError) as error:
-        sys.stderr.write(f"cannot replay {options.file}: {error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

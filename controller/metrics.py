@@ -48,6 +48,8 @@ class Metrics:
         promise = [*model, "slo_class", "tenant", "outcome"]
         self.promises = self._gauge("nearline_slo_requests", "Requests by what became of their promise.", promise)
         self.coverage = self._gauge("nearline_wait_coverage", "Waits within their quantile.", [*model, "quantile"])
+        about = "What the core did unseen: plans made, bettered, late; answers evicted; requests moved."
+        self.decisions = self._gauge("nearline_decisions", about, ["kind"])
         self._models: dict[ModelId, ModelMetrics] = {}
 
     def _histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
@@ -89,6 +91,9 @@ class Metrics:
             if row["prediction"]["num_waits"] and not row["is_retired"]:
                 for quantile, part in row["prediction"]["wait_coverage"].items():
                     self.coverage.labels(row["id"], quantile).set(part)
+        for row in snapshot.get("decisions", ()):
+            for kind, count in row.items():
+                self.decisions.labels(kind).set(count)
         for row in snapshot.get("promises", ()):
             for outcome in ("met", "missed", "refused"):
                 self.promises.labels(row["model"], row["slo_class"], row["tenant"], outcome).set(row[outcome])

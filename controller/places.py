@@ -26,6 +26,7 @@ class PlaceDesk:
         self._config = config
         self._agenda = agenda
         self._requests = requests
+        self.num_evicted, self.num_moved = 0, 0
 
     def fill(self, model: ModelRecord, now: Seconds) -> None:
         """Send waiting requests to instances with places left, the one that is due first in front."""
@@ -94,6 +95,7 @@ class PlaceDesk:
     def _evict(self, chosen: RequestRecord, urgent: RequestRecord, now: Seconds) -> None:
         assert chosen.instance_id is not None, "only what runs can give way"
         instance = self._fleet.instances[chosen.instance_id]
+        self.num_evicted += 1
         chosen.evicted_at = now
         chosen.num_evictions += 1
         instance.num_evicted += 1
@@ -127,6 +129,7 @@ class PlaceDesk:
         while (found := balance.move(list(model.instances.values()), now, self._config)) is not None:
             request = self._fleet.requests[found.request.info.request_id]
             source, target = self._fleet.instances[found.source_id], self._fleet.instances[found.target_id]
+            self.num_moved += 1
             request.num_moves += 1
             ids = (request.info.request_id, source.instance_id, source.node.node_id)
             self._agenda.do(AbortSequence(*ids, f"it moves: {found.reason}"))

@@ -195,8 +195,9 @@ class Runtime:
         return await self._files.fetch(digest, name)
 
     def snapshot(self) -> dict[str, list[dict[str, Any]]]:
-        """Describe the fleet as rows of JSON's types: `nodes`, `instances`, `models` and `queues`."""
-        return snapshot(self.core.fleet, self._tracks, CLOCK())
+        """Describe the fleet as rows of JSON's types: `nodes`, `instances`, `models`, `queues` and more."""
+        rows = snapshot(self.core.fleet, self._tracks, CLOCK())
+        return {**rows, "decisions": [self.core.decisions()]}
 
     async def serve_node(self, request: web.Request) -> web.WebSocketResponse:
         """Handle GET /internal/node."""

@@ -142,7 +142,7 @@ def node(context: typer.Context) -> None:
 
 def replay(context: typer.Context) -> None:
     """Replay a controller's journal and explain what it decided."""
-    _become("nearline.controller.journal", context.args)
+    _become("nearline.controller.replay", context.args)
 
 
 def simulate(context: typer.Context) -> None:

@@ -10,9 +10,10 @@ import pytest
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
-from nearline.controller.journal import JournalWriter, concerning, digest, main, read, replay
-from nearline.protocol import RequestId, WireError
-from tests.controller.fleets import World, report, world
+from nearline.controller.journal import JournalWriter, concerning, digest, read, replay
+from nearline.controller.replay import main
+from nearline.protocol import RequestId, SloClass, WireError
+from tests.controller.fleets import MAX_RUNNING, World, report, slo, world
 
 
 def busy_world() -> World:
@@ -51,7 +52,7 @@ def test_replays_agree_across_processes_and_hash_seeds(tmp_path: Path) -> None:
     prints = []
     for seed in ("0", "1"):
         run = subprocess.run(
-            [sys.executable, "-m", "nearline.controller.journal", str(path)],
+            [sys.executable, "-m", "nearline.controller.replay", str(path)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
@@ -139,3 +140,36 @@ def test_a_journal_with_foreign_records_is_refused(tmp_path: Path) -> None:
         file.write(b"\x01\0\0\0\x05")
     with pytest.raises(WireError, match="no event"):
         digest(replay(first))
+
+
+def test_a_replay_says_why_a_request_waited_and_where_its_time_went(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It waits for the slot of another model, for its own start, and once for a stricter class."""
+    w = world("a", "b", config=CoreConfig(epoch="j", dispatch_headroom=0))
+    w.arrive("other", "a")
+    w.start_all()
+    w.token("other")
+    w.arrive("mine", "b", slo=slo(slo_class=SloClass.BATCH_1M))
+    w.sleep(1)
+    w.finish("other")
+    w.sleep(2)
+    w.start_all()
+    w.token("mine")
+    for n in range(MAX_RUNNING):
+        w.arrive(f"urgent{n}", "b")
+    w.sleep(15)
+    for n in range(MAX_RUNNING):
+        w.token(f"urgent{n}")
+        w.finish(f"urgent{n}")
+    w.finish("mine")
+    assert main([str(written(tmp_path, w)), "--request", "mine"]) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "arrived for b: class batch-1m", "waits: every slot is taken", "b.j.2 is starting",
+        "sent to b.j.2 as attempt 1", "gives its place on b.j.2 away", "it gave its place on b.j.2 to a stricter class",
+        "attempt 1 ended: stop, 3 tokens", "in all",
+    ):  # fmt: skip
+        assert part in told, told
+    assert main([str(written(tmp_path / "again", w)), "--request", "nobody"]) == 1
+    assert "holds no request 'nobody'" in capsys.readouterr().err

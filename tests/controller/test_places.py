@@ -85,10 +85,9 @@ def test_without_a_first_token_or_with_evictions_off_nobody_gives_way() -> None:
     assert off.take(do.YieldPlace) == []
 
 
-def test_under_a_flood_of_urgent_requests_an_evicted_answer_goes_on_within_its_bound() -> None:
-    """The control, without the bound, would hold it for the whole flood of 200 s."""
-    w = full_of(BATCH)
-    bound_s = 0.5 * 60.0
+def flood(config: CoreConfig) -> float:
+    """Urgent requests for 200 s, always more than there are places; return how long an evicted answer waited."""
+    w = full_of(HOUR, config)
     evicted_at: dict[RequestId, float] = {}
     longest_s, serial = 0.0, 0
     for tick in range(400):
@@ -98,17 +97,19 @@ def test_under_a_flood_of_urgent_requests_an_evicted_answer_goes_on_within_its_b
         w.sleep(0.5)
         for given in w.take(do.YieldPlace):
             evicted_at[given.request_id] = w.now
-        for name in list(w.running()):
-            if name.startswith("u") and tick % 8 == 0:
-                w.token(name)
-                w.finish(name)
-        for name in list(evicted_at):
-            if name in w.core.fleet.requests and w.core.fleet.requests[name].evicted_at is None:
-                longest_s = max(longest_s, w.now - evicted_at.pop(name))
-    assert sum(r.num_evictions for r in w.core.fleet.requests.values()) > 0
-    assert longest_s > 0
-    assert longest_s <= bound_s + 4.5, "the bound, and the time until a place comes free"
-    assert all(w.now - at <= bound_s + 4.5 for at in evicted_at.values())
+        for name in [name for name in w.running() if name.startswith("u") and tick % 8 == 0]:
+            w.token(name)
+            w.finish(name)
+        for name in [name for name in evicted_at if w.core.fleet.requests[name].evicted_at is None]:
+            longest_s = max(longest_s, w.now - evicted_at.pop(name))
+    return max([longest_s, *(w.now - at for at in evicted_at.values())])
+
+
+def test_under_a_flood_of_urgent_requests_an_evicted_answer_goes_on_within_its_bound() -> None:
+    """The bound, and the 4 s until a place comes free. The control: without a bound it waits for all of the flood."""
+    bounded = flood(CoreConfig(dispatch_headroom=0, max_evicted_target_s=60.0))
+    assert 0 < bounded <= 0.5 * 60.0 + 4.5
+    assert flood(CoreConfig(dispatch_headroom=0, max_evicted_target_s=3600.0)) > 150
 
 
 def test_an_answer_is_interrupted_at_most_so_often() -> None:

@@ -119,3 +119,18 @@ def test_beyond_the_oracle_the_solver_s_plan_is_a_plan_even_when_its_time_ends(g
 def test_a_solver_without_time_answers_nothing() -> None:
     pytest.importorskip("scipy")
     assert solve([PlanGroup("a", 1.0, 1.0)], [PlanSlot("a", SWAP)], 0.0) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(GROUPS, SLOTS)
+def test_the_oracle_is_never_worse_than_due_dates(groups: list[PlanGroup], slots: list[PlanSlot]) -> None:
+    oracle, dates = exact(groups, slots), by_due_date(groups, slots)
+    assert score(oracle, groups, slots) <= score(dates, groups, slots)
+    assert is_plan(oracle, groups, slots)
+    assert is_plan(dates, groups, slots)
+
+
+def test_a_group_planned_twice_or_not_at_all_is_no_plan() -> None:
+    groups, slots = [PlanGroup("a", 1.0, 1.0)] * 2, [PlanSlot("a", SWAP)]
+    assert is_plan(((1, 0),), groups, slots)
+    assert not any(is_plan(plan, groups, slots) for plan in [((0,),), ((0, 0),), ((0, 1), ()), ((0, 1, 2),)])

@@ -1,6 +1,8 @@
 """The thread pool seen from outside: forks, callers at the same moment, thread counts, a pool that sleeps."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -65,3 +67,25 @@ def test_the_number_of_threads_may_grow_and_shrink_at_any_time() -> None:
             assert torch.equal(_product(x, w), expected)
     with pytest.raises(ValueError, match="at least 1"):
         kernels.set_num_threads(0)
+
+
+WORKERS_CORES = """
+import os, torch
+from nearline import kernels
+torch.set_num_threads(1)
+before = set(os.listdir("/proc/self/task"))
+kernels.set_num_threads(2)
+x, w = torch.randn(5, 64), torch.randn(3000, 64)
+for _ in range(50):
+    kernels.linear(x, w)
+(worker,) = set(os.listdir("/proc/self/task")) - before
+print(len(os.sched_getaffinity(0) - os.sched_getaffinity(int(worker))))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_worker_stays_off_the_callers_core() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WORKERS_CORES], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == ["1"]

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Worker:
 
 def start_workers(files: EngineFiles, num_threads: int, with_rivals: bool, stack: ExitStack) -> "Started":
     """Start every engine that runs here; say why the others do not."""
-    wanted = [(f"nearline {name}", "ours", files.root, str(digest)) for name, digest in files.digests.items()]
+    wanted = [(f"nearline {name}", "ours", root, str(digest)) for name, (root, digest) in files.ours.items()]
     if with_rivals:
         wanted += [(f"llama.cpp {kind}", "llama.cpp", path, "") for kind, path in files.ggufs.items()]
         others = ("transformers", "transformers-cb", "ctranslate2-float32", "ctranslate2-int8")
@@ -77,6 +78,7 @@ def start_workers(files: EngineFiles, num_threads: int, with_rivals: bool, stack
             started.notes[label] = f"does not run here ({error})"
             continue
         stack.callback(worker.close)
+        print(f"{label} is ready", flush=True)
         started.workers[label] = worker
         started.notes[label] = worker.name
     return started
@@ -94,6 +96,7 @@ def measure(started: Started, num_rounds: int, batches: tuple[int, ...]) -> Seco
     seconds: Seconds = {}
     for round_number in range(num_rounds):
         for label, worker in list(started.workers.items()):
+            began_at = time.perf_counter()
             if round_number and label in engine_report.ASKED_ONCE:
                 continue
             wishes: list[tuple[str, str, tuple[int, ...]]]
@@ -108,7 +111,8 @@ def measure(started: Started, num_rounds: int, batches: tuple[int, ...]) -> Seco
                     del started.workers[label]
                     break
                 seconds.setdefault((label, measure_name), []).append(value)
-        print(f"round {round_number + 1} of {num_rounds} done", flush=True)
+            took_s = time.perf_counter() - began_at
+            print(f"round {round_number + 1} of {num_rounds}: {label}, {took_s:.0f} s", flush=True)
     return seconds
 
 

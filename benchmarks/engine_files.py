@@ -18,10 +18,9 @@ PAIRED = ("q_proj", "k_proj")
 
 @dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """Where each engine finds the model: our store's root and digests by weight format, the others by path."""
+    """Where each engine finds the model: we by weight format (a store's root, the digest), the others by path."""
 
-    root: Path
-    digests: dict[str, Digest]
+    ours: dict[str, tuple[Path, Digest]]
     hf: Path
     ggufs: dict[str, Path]
 
@@ -29,17 +28,20 @@ class EngineFiles:
 def make_files(gguf: Path, work: Path, formats: tuple[str, ...], with_rivals: bool) -> EngineFiles:
     """Import for us in every weight format; convert for the rivals from the dequantised weights."""
     if not formats and not with_rivals:
-        return EngineFiles(work, {"bf16": import_checkpoint(work, CheckpointKind.MODEL, str(gguf)).digest}, work, {})
+        return EngineFiles({"bf16": _imported(work, str(gguf))}, work, {})
     hf = work / "hf"
     make_rival_directory(gguf, hf)
     sources = {"bf16": str(hf)} | {name: f"{name}:{hf}" for name in formats}
-    digests = {
-        name: import_checkpoint(work / "store", CheckpointKind.MODEL, source).digest for name, source in sources.items()
-    }
+    ours = {name: _imported(work / f"store-{name}", source) for name, source in sources.items()}
     ggufs = {}
     if with_rivals:
         ggufs = {"Q4_1": gguf} | {kind: write_gguf(hf, work / f"{kind}.gguf", kind) for kind in ("BF16", "F16", "Q8_0")}
-    return EngineFiles(work / "store", digests, hf, ggufs)
+    return EngineFiles(ours, hf, ggufs)
+
+
+def _imported(root: Path, source: str) -> tuple[Path, Digest]:
+    """Import into a store of its own, because a store has one owner at a time."""
+    return root, import_checkpoint(root, CheckpointKind.MODEL, source).digest
 
 
 def write_gguf(hf: Path, path: Path, kind: str) -> Path:

@@ -38,8 +38,10 @@ def startup(node: NodeView, digest: Digest, num_bytes: Bytes, now: Seconds) -> S
     read_s += remote / _rate(node, Tier.REMOTE) if remote else 0.0
     is_far = ssd + remote > 0
     queue_s = max(0.0, node.storage_free_at - now) if is_far else 0.0
-    num_unseen = sum(not i.is_acknowledged for i in node.instances.values())
-    process_s = 0.0 if node.report.num_prewarmed > num_unseen else node.report.process_s
+    num_spare, process_s = node.report.num_prewarmed, 0.0
+    if num_spare <= len(node.instances):
+        num_unseen = sum(not i.is_acknowledged for i in node.instances.values())
+        process_s = 0.0 if num_spare > num_unseen else node.report.process_s
     tier = Tier.REMOTE if remote else Tier.SSD if ssd else Tier.DRAM
     return StartEstimate(queue_s, read_s, node.report.bind_s, process_s, tier)
 

@@ -144,7 +144,10 @@ class NodeRecord:
 
     def bandwidth(self, tier: Tier) -> float:
         """Bytes per second out of a tier; 0 if this node does not have the tier."""
-        return next((row.bytes_per_s for row in self.report.bandwidths if row.tier is tier), 0.0)
+        for row in self.report.bandwidths:
+            if row.tier is tier:
+                return row.bytes_per_s
+        return 0.0
 
     def on_device(self, device: DeviceInfo) -> list[InstanceRecord]:
         """Instances that occupy a slot of the device, draining ones too."""

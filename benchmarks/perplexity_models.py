@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearline.checkpoint_store.convert import import_checkpoint
-from nearline.protocol import CheckpointKind
+from nearline.checkpoint_store.quantize_codes import decode, encode
+from nearline.protocol import QUANT_FORMATS, CheckpointKind
 
 State = dict[str, Tensor]
 EMBEDDING = "model.embed_tokens.weight"
@@ -27,6 +28,7 @@ def make_models(hf: Path, work: Path) -> dict[str, Path]:
     made = {"bf16": _write(hf, work / "mixed", mixed)}
     for name in ("Q8_0", "Q4_1"):
         made[f"llama.cpp {name} (weights alone)"] = _write(hf, work / name, _as_gguf(mixed, name))
+    made["int4, down in 4 bits too"] = _write(hf, work / "all4", _in_four_bits(mixed))
     made["bf16, as given"] = _write(hf, work / "given", state)
     directories = {label: _import(work, str(source)) for label, source in made.items()}
     for name in ("int8", "int4"):
@@ -74,6 +76,18 @@ def _as_gguf(state: State, name: str) -> State:
         tensor: rounded(value, "Q8_0" if tensor == EMBEDDING else name) if value.dim() == 2 else value
         for tensor, value in state.items()
     }
+
+
+def _in_four_bits(state: State) -> State:
+    """What our int4 would make of the weights if it spared the down projections no more than the others."""
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
+        wanted, values = QUANT_FORMATS["int8" if name == EMBEDDING else "int4"], tensor.float().numpy()
+        coded = encode(values, wanted)
+        decoded = decode((coded.codes, coded.scales, coded.offsets), wanted, values.shape)
+        return torch.from_numpy(decoded.copy())
+
+    return {name: rounded(name, tensor) if tensor.dim() == 2 else tensor for name, tensor in state.items()}
 
 
 def _write(hf: Path, directory: Path, state: State) -> Path:

@@ -64,9 +64,11 @@ def test_an_import_says_what_it_lost_tensor_by_tensor(
     report = json.loads((directory / "quantization.json").read_text())
     stored = read_raw(directory / "model.safetensors")
     wanted = QUANT_FORMATS[name]
-    with safe_open(source / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(source / "model.safetensors", "pt") as file:
         original = file.get_tensor(UP).float().numpy()
-    parts = [np.frombuffer(stored[n][2], np.uint8 if i == 0 else np.uint16) for i, n in enumerate(wanted.names([UP]))]
+    parts: Any = [
+        np.frombuffer(stored[n][2], np.uint8 if i == 0 else np.uint16) for i, n in enumerate(wanted.names([UP]))
+    ]
     found = decode((parts[0], parts[1], parts[2] if wanted.has_offsets else None), wanted, original.shape)
     error = math.sqrt(np.square(found - original).sum() / np.square(original).sum())
     assert report["tensors"][UP]["relative_error"] == pytest.approx(error, rel=1e-3)
@@ -98,7 +100,7 @@ def test_the_same_source_and_format_give_the_same_checkpoint_and_another_format_
 
 def test_a_gguf_in_four_bits_comes_back_in_four_bits_as_it_was(root: Path, smollm2_gguf: Path) -> None:
     info = import_model(root, f"int4:{smollm2_gguf}").info
-    assert info.num_bytes < 100_000_000
+    assert info.num_bytes < 107_000_000
     assert info.quantization_error < 0.01, "its blocks of 32 are our groups"
 
 

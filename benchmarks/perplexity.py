@@ -47,6 +47,7 @@ def main() -> None:
             found[label] = perplexity(directory, options.windows)
             print(f"{label:35} {found[label][0]:8.4f}  {found[label][1] / 1e6:6.1f} MB", flush=True)
     print(record.write("perplexity", "Perplexity of quantised weights", report(found, options.windows), options.out))
+    draw(found, options.out / "perplexity.svg")
 
 
 def text_ids(directory: Path, count: int) -> list[int]:
@@ -79,11 +80,37 @@ def _window_loss(runner: Runner, ids: torch.Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
 
 
+def loss_of(label: str, found: dict[str, tuple[float, int]]) -> float:
+    return found[label][0] / found[BASE if "given" not in label else f"{BASE}, as given"][0] - 1
+
+
+def draw(found: dict[str, tuple[float, int]], path: Path) -> None:
+    """Bars of what each format loses."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = [label for label in found if not label.startswith(BASE)]
+    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    colours = ["#b8b8b8" if "llama.cpp" in label else "#1f6f8b" for label in labels]
+    bars = axes.barh(labels, [100 * loss_of(label, found) for label in labels], color=colours)
+    axes.bar_label(bars, fmt="%.2f %%", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("perplexity above bf16, %")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def report(found: dict[str, tuple[float, int]], num_windows: int) -> str:
     def loss(label: str) -> float:
-        return found[label][0] / found[BASE if "given" not in label else "bf16, as given"][0] - 1
+        return loss_of(label, found)
 
-    rows = [(label, f"{p:.3f}", f"{loss(label):+.2%}", f"{size / 1e6:.0f}") for label, (p, size) in found.items()]
+    sizes = {label: f"{size / 1e6:.0f}" for label, (_, size) in found.items()}
+    for label in ("llama.cpp Q8_0 (weights alone)", "llama.cpp Q4_1 (weights alone)", "int4, down in 4 bits too"):
+        sizes[label] = ""  # stored here as the numbers they stand for
+    rows = [(label, f"{p:.3f}", f"{loss(label):+.2%}", sizes[label]) for label, (p, _) in found.items()]
     rival = loss("llama.cpp Q4_1 (weights alone)")
     aims = [
         ("int8: loss ≤ 1 %", f"{loss('int8'):+.2%}", loss("int8") <= _LIMITS["int8"]),

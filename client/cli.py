@@ -33,6 +33,7 @@ app.command("invoke")(invoke.invoke)
 app.add_typer(invoke.job, name="job")
 app.command("ps")(fleet.ps)
 app.command("nodes")(fleet.nodes)
+app.command("queues")(fleet.queues)
 app.command("demo")(demo.demo)
 up.pass_through(app, {"controller": up.controller, "node": up.node, "replay": up.replay, "simulate": up.simulate})
 

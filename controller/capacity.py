@@ -16,6 +16,7 @@ from nearline.controller.estimate import bytes_by_tier, startup
 from nearline.controller.events import PlanSolved
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import patience, scaling
+from nearline.controller.policy.agreement import rank
 from nearline.controller.policy.placement import Need, NoPlace, Placement
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.requests import RequestDesk
@@ -154,7 +155,7 @@ class CapacityDesk:
         for instance_id in found.victims:
             instance = self._fleet.instances[instance_id]
             reason = f"{model.spec.model_id} waits: {self._why(instance, now)}"
-            self._machines.stop(instance, self._config.swap_drain_s, reason, now)
+            self._machines.stop(instance, self._drain_s(model, instance), reason, now)
         if found.leaving:
             claimed.update(dict.fromkeys(found.leaving))
             self._preload(model, found)
@@ -162,14 +163,22 @@ class CapacityDesk:
         self._start(model, found, scaling.wanted(model, self._config).reason, now)
         return True
 
+    def _drain_s(self, model: ModelRecord, instance: InstanceRecord) -> Seconds:
+        """How long a victim's sequences may go on: not at all if they are all of looser classes than who waits, and
+        were not interrupted too often. They keep their tokens and wait for another place."""
+        strictness = min((rank(key.slo_class) for key in model.queue.busy_groups), default=0)
+        limit = self._config.max_evictions
+        running = instance.in_flight.values()
+        can_yield = all(rank(r.info.slo.slo_class) > strictness and r.num_losses < limit for r in running)
+        return 0.0 if running and can_yield else self._config.swap_drain_s
+
     def _is_patient(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> bool:
         """Wait for a slot near the bytes if that is sooner, but never beyond some of the model's wait bounds."""
         max_wait_s = self._max_wait_s(model)
         if model.starved_since is None or now >= model.starved_since + patience.PATIENCE * max_wait_s:
             return False
-        bound_at = model.starved_since + max_wait_s
-        args = {"now": now, "config": self._config, "max_wait_s": max_wait_s, "bound_at": bound_at}
-        free_at = partial(patience.free_at, **args)
+        bound_at, config = model.starved_since + max_wait_s, self._config
+        free_at = partial(patience.free_at, now=now, config=config, max_wait_s=max_wait_s, bound_at=bound_at)
         soon = self._choices.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
         if soon is None:
             return False

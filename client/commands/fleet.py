@@ -1,4 +1,4 @@
-"""`nearline ps` and `nearline nodes`: what runs, and where."""
+"""`nearline ps`, `nearline nodes` and `nearline queues`: what runs, where, and who waits for what."""
 
 from rich.table import Table
 
@@ -42,3 +42,19 @@ def nodes(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> Non
                 megabytes(row["ssd_free_bytes"]), rates.get("ssd", "–"), rates.get("dram", "–"),
             )  # fmt: skip
         console.print(table if rows else "no nodes; start one with: nearline node --controller URL")
+
+
+def queues(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show who waits, the most urgent of each model first, and why."""
+    with connected(url, api_key, as_json) as client:
+        rows = client.admin.list("queues")
+        if as_json:
+            print_json(rows)
+            return
+        table = Table("MODEL", "CLASS", "WAITING", "TENANTS", "OLDEST", "DUE IN", "BECAUSE", box=None)
+        for row in rows:
+            table.add_row(
+                row["model"], row["slo_class"], str(row["num_waiting"]), str(row["num_tenants"]),
+                f"{row['oldest_s']:.1f} s", f"{row['due_in_s']:.1f} s", row["reason"],
+            )  # fmt: skip
+        console.print(table if rows else "nobody waits")

@@ -5,7 +5,7 @@ import pytest
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
-from nearline.protocol import RequestId, SloClass
+from nearline.protocol import ModelId, RequestId, SloClass
 from tests.controller.fleets import MAX_RUNNING, World, model, report, slo, world
 
 BATCH, HOUR, NOW = (slo(slo_class=c) for c in (SloClass.BATCH_1M, SloClass.BATCH_1H, SloClass.INTERACTIVE))
@@ -164,3 +164,61 @@ def test_nothing_moves_to_and_fro() -> None:
         w.post(happened.NodeReported(next(iter(w.nodes.values())).full_report()))
     assert len(w.take(do.AbortSequence)) <= 2
     assert all(request.num_moves <= 1 for request in w.core.fleet.requests.values())
+
+
+def two_models(running: object, waiting: object) -> World:
+    """Model b waits for the only slot, in which a answers."""
+    w = world("a", "b")
+    w.arrive("long", "a", slo=running)
+    w.start_all()
+    w.token("long")
+    w.sleep(5)
+    w.arrive("mine", "b", slo=waiting)
+    w.sleep(10.1)
+    return w
+
+
+def test_for_an_interactive_request_of_another_model_batch_answers_leave_the_slot_at_once_with_their_tokens() -> None:
+    w = two_models(BATCH, NOW)
+    (stop,) = w.take(do.StopInstance)
+    assert stop.drain_s == 0.0
+    w.drain_ends(w.instances()[0])
+    w.start_all()
+    assert set(w.running()) == {"mine"}
+    assert w.core.fleet.requests[RequestId("long")].num_losses == 1
+    w.finish("mine")
+    w.sleep(31)
+    w.start_all()
+    w.finish("long")
+    assert w.ended == {"long": "finished", "mine": "finished"}
+
+
+def test_interactive_answers_of_another_model_may_drain() -> None:
+    (stop,) = two_models(NOW, NOW).take(do.StopInstance)
+    assert stop.drain_s == CoreConfig().swap_drain_s
+
+
+def test_neither_class_starves_when_two_models_want_one_slot_and_swaps_stay_rare() -> None:
+    """Bound: each gets the slot within its wait bound (10 and 30 s), the other's drain (30 s) and a start; a slot is
+    kept for four starts at least."""
+    w = world("a", "b", config=CoreConfig(swap_drain_s=30.0))
+    waited: dict[str, float] = {"a": 0.0, "b": 0.0}
+    for tick in range(600):
+        for name, kind in (("a", NOW), ("b", BATCH)):
+            if sum(r.info.model_id == name for r in w.core.fleet.requests.values()) < 3:
+                w.arrive(f"{name}{tick}", name, slo=kind)
+            record = w.core.fleet.current_model(ModelId(name))
+            if record is not None and record.starved_since is not None:
+                waited[name] = max(waited[name], w.now - record.starved_since)
+        w.sleep(1.0)
+        for instance in w.instances():
+            w.drain_ends(instance)
+        w.start_all()
+        for name in sorted(w.running()):
+            if tick % 3 == 0:
+                w.token(name)
+                w.finish(name)
+    num_starts = len(w.take(do.EnsureInstance))
+    assert 0 < waited["a"] <= 10 + 30 + 3
+    assert 0 < waited["b"] <= 30 + 30 + 3
+    assert 10 <= num_starts <= 2 * 600 / 30 + 1, "two swaps in each round of a 10 s and a 30 s bound, less two ticks"

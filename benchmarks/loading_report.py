@@ -194,7 +194,7 @@ def _remarks(found: Found) -> str:
         beside, prefill = (found.median("ttft", key) * 1e3 for key in ("prefill beside", "prefill"))
         lines.append(
             f"- First token: a prefill takes {prefill:.0f} ms, and {beside:.0f} ms beside a read: the disk of a "
-            "virtual machine is served by the host's share of the same cores. The first layer waits for the whole embedding."
+            "virtual machine is served by the host's share of the same cores. The first layer waits for the embedding."
         )
     if found.rounds.get("import"):
         lines.append(

@@ -10,7 +10,6 @@ from nearline.checkpoint_store import futex
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.estimate import Bandwidths
 from nearline.checkpoint_store.lease import Lease, ReadStats
-from nearline.checkpoint_store.peer_source import TOKEN_VARIABLE, peer_source
 from nearline.checkpoint_store.ssd import Room
 from nearline.checkpoint_store.tiers import Admission, ChunkState, DramTier, Eviction
 from nearline.checkpoint_store.types import (
@@ -40,7 +39,6 @@ __all__ = [
     "FRAME_READING",
     "FRAME_READY",
     "MANIFEST_NAME",
-    "TOKEN_VARIABLE",
     "WEIGHTS_NAME",
     "Admission",
     "Bandwidths",
@@ -57,7 +55,6 @@ __all__ = [
     "WeightsFile",
     "check_digest",
     "futex",
-    "peer_source",
     "read_manifest",
     "resolve_pool_frames",
     "write_manifest",

@@ -5,7 +5,6 @@ from pathlib import Path
 from nearline.checkpoint_store.adapter import draft_adapter
 from nearline.checkpoint_store.convert_model import draft_model
 from nearline.checkpoint_store.convert_types import Draft, Reporter
-from nearline.checkpoint_store.peer_source import PEER
 from nearline.checkpoint_store.peers import copy_from_peers
 from nearline.checkpoint_store.publish import publish
 from nearline.checkpoint_store.publish_linked import publish_linked
@@ -13,7 +12,7 @@ from nearline.checkpoint_store.quantize import quantised
 from nearline.checkpoint_store.source import locate, located
 from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.checkpoint_store.types import Manifest
-from nearline.protocol import CheckpointKind, Digest, split_source
+from nearline.protocol import PEER, CheckpointKind, Digest, split_source
 from nearline.protocol.errors import AdapterMismatch, InvalidRequest, UnsupportedCheckpoint
 
 AS_IS = "as-is:"

@@ -22,13 +22,12 @@ import xxhash
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.downloads import download_folder
 from nearline.checkpoint_store.incoming import INCOMING, staging_name
-from nearline.checkpoint_store.peer_source import PEER, TOKEN_VARIABLE
 from nearline.checkpoint_store.publish import CHECKPOINTS, commit, write_file
 from nearline.checkpoint_store.publish_digest import content_digest
 from nearline.checkpoint_store.safetensors_file import open_safetensors
 from nearline.checkpoint_store.types import MANIFEST_NAME, WEIGHTS_NAME, Manifest, read_manifest
 from nearline.checkpoint_store.weights_file import WeightsFile
-from nearline.protocol import Bytes, Digest, Seconds
+from nearline.protocol import PEER, TOKEN_VARIABLE, Bytes, Digest, Seconds
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest, NotFound, SourceUnavailable
 
 _FORM = re.compile(r"peer:([0-9a-f]{32})@(https?://[^,\s]+(?:,https?://[^,\s]+)*)")

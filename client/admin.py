@@ -42,6 +42,13 @@ class AsyncAdmin:
         async for event in self._transport.events("POST", f"/admin/{kind}/{quote(name, safe='/:')}/verify", None):
             yield event
 
+    async def copy(self, kind: str, name: str, node: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        """Copy the bytes of a model or adapter to another node; yield progress, then the result."""
+        query = f"?node={quote(node, safe='')}" if node else ""
+        path = f"/admin/{kind}/{quote(name, safe='/:')}/copy{query}"
+        async for event in self._transport.events("POST", path, None):
+            yield event
+
     async def profile(self, name: str) -> AsyncIterator[dict[str, Any]]:
         """Measure what a model's steps take; yield progress, then the profile. Starts the model if need be."""
         async for event in self._transport.events("POST", f"/admin/models/{quote(name, safe='/:')}/profile", None):

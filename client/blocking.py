@@ -167,6 +167,10 @@ class Admin:
         """Check bytes on SSD; yield progress events, then the result."""
         return self._loop.iterate(self._admin.verify(kind, name))
 
+    def copy(self, kind: str, name: str, node: str | None = None) -> Iterator[dict[str, Any]]:
+        """Copy bytes to another node; yield progress events, then the result."""
+        return self._loop.iterate(self._admin.copy(kind, name, node))
+
     def profile(self, name: str) -> Iterator[dict[str, Any]]:
         """Measure what a model's steps take; yield progress events, then the profile."""
         return self._loop.iterate(self._admin.profile(name))

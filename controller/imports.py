@@ -10,9 +10,9 @@ import aiohttp
 import structlog
 
 from nearline.controller.node_link import NodeLinks
-from nearline.controller.policy.imports import import_place
+from nearline.controller.policy.imports import copy_place, import_place, peer_urls
 from nearline.controller.state import Fleet, NodeRecord
-from nearline.protocol import Bytes, CheckpointKind, Digest, NodeId, TaskId
+from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, NodeId, TaskId, peer_source
 from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound, Overloaded
 from nearline.protocol.frames import (
     CancelImport,
@@ -77,6 +77,32 @@ class Imports:
                 async for frame in frames:
                     assert isinstance(frame, (ImportProgress, TaskFinished)), f"{task_id} is a verification"
                     yield node.node_id, frame
+
+    async def copy(
+        self, checkpoint: CheckpointInfo, wished: NodeId | None
+    ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
+        """Copy a checkpoint to a node from those that have it; yield progress, then ImportFinished.
+
+        Raises NodeLost without a node to copy from or to, NotFound for a node nobody knows, and what the copy raises.
+        """
+        nodes = self._fleet.nodes
+        if wished is not None and wished not in nodes:
+            raise NotFound(f"no node is named {wished!r}; there are {', '.join(sorted(nodes))}", param="node")
+        node_id = wished or copy_place(nodes.values(), checkpoint.digest)
+        if node_id is None:
+            raise NodeLost("every connected node has this checkpoint already", retry_after_s=_RETRY_S)
+        peers = peer_urls(nodes.values(), checkpoint.digest, node_id)
+        if not peers:
+            raise NodeLost(
+                f"no other connected node holds all of checkpoint {checkpoint.digest}", retry_after_s=_RETRY_S
+            )
+        task_id = TaskId(self._next_id("copy"))
+        source = peer_source(checkpoint.digest, peers)
+        wish = ImportCheckpoint(task_id, checkpoint.kind, source, checkpoint.base_digest)
+        async with aclosing(self._follow(node_id, task_id, wish)) as frames:
+            async for frame in frames:
+                assert isinstance(frame, (ImportProgress, ImportFinished)), f"{task_id} is a copy"
+                yield node_id, frame
 
     async def profile(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
         """Measure a checkpoint's steps on the least busy instance of it. Raises Overloaded without a ready instance,

@@ -33,6 +33,7 @@ from nearline.controller.snapshot import snapshot
 from nearline.protocol import (
     AdapterSpec,
     Bytes,
+    CheckpointInfo,
     CheckpointKind,
     Digest,
     InstanceId,
@@ -177,6 +178,12 @@ class Runtime:
     def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
         """Check a checkpoint's bytes on every node that has it. Raises CheckpointCorrupt, NodeLost."""
         return self._imports.verify(digest)
+
+    def copy_checkpoint(
+        self, checkpoint: CheckpointInfo, node_id: NodeId | None
+    ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
+        """Copy a checkpoint to another node from those that have it. Raises NodeLost, NotFound."""
+        return self._imports.copy(checkpoint, node_id)
 
     def profile_checkpoint(
         self, digest: Digest

@@ -136,7 +136,7 @@ class NodeRecord:
         self.residency.setdefault(checkpoint.digest, row)
 
     def holds(self, digest: Digest | None) -> bool:
-        """Whether all bytes are here (nodes do not fetch from each other yet). None is held by everyone."""
+        """Whether all bytes are here (they fetch from each other only when told to). None is held by everyone."""
         if digest is None:
             return True
         row = self.residency.get(digest)

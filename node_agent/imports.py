@@ -12,9 +12,20 @@ from typing import Any
 
 import structlog
 
-from nearline.checkpoint_store import TOKEN_VARIABLE, CheckpointStore, Room, peer_source
+from nearline.checkpoint_store import CheckpointStore, Room
 from nearline.node_agent.import_process import ImportProcess
-from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, Seconds, TaskId, from_plain, to_plain
+from nearline.protocol import (
+    TOKEN_VARIABLE,
+    Bytes,
+    CheckpointInfo,
+    CheckpointKind,
+    Digest,
+    Seconds,
+    TaskId,
+    from_plain,
+    peer_source,
+    to_plain,
+)
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, NearlineError
 from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
 

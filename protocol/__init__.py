@@ -27,6 +27,7 @@ from nearline.protocol.instance import (
     TierBandwidth,
 )
 from nearline.protocol.model import AdapterSpec, CheckpointInfo, CheckpointKind, ModelSpec
+from nearline.protocol.peers import PEER, TOKEN_VARIABLE, peer_source
 from nearline.protocol.quantization import (
     QUANT_FORMATS,
     QuantFormat,
@@ -57,7 +58,9 @@ __all__ = [
     "FAMILIES",
     "GENERIC",
     "LAYOUTS",
+    "PEER",
     "QUANT_FORMATS",
+    "TOKEN_VARIABLE",
     "AdapterSpec",
     "Bytes",
     "BytesPerSecond",
@@ -108,6 +111,7 @@ __all__ = [
     "encode",
     "format_of",
     "from_plain",
+    "peer_source",
     "quantised_roles",
     "split_source",
     "tensor_slots",

@@ -1,8 +1,9 @@
-"""`nearline model verify`, `nearline model evict`, `nearline adapter verify`: looking after bytes."""
+"""`nearline model verify|copy|evict`, `nearline adapter verify|copy`: looking after bytes."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from rich.progress import Progress, TaskID
+from typer import Option
 
 from nearline.client.commands.models import BAR, Name, show_phase
 from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
@@ -29,6 +30,36 @@ def evict_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Js
             console.print(f"[green]✓[/] {name}: {megabytes(freed_bytes)} of DRAM are free")
         else:
             console.print(f"{name} held no DRAM that could be freed (a running instance keeps its own)")
+
+
+Node = Annotated[str | None, Option("--node", help="where to; default: the node with most disk left")]
+
+
+def copy_model(name: Name, node: Node = None, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Copy a model's bytes to another node, so that it can start there too."""
+    _copy("models", name, node, (url, api_key, as_json))
+
+
+def copy_adapter(name: Name, node: Node = None, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Copy an adapter's bytes to another node, so that it can be used there too."""
+    _copy("adapters", name, node, (url, api_key, as_json))
+
+
+def _copy(kind: str, name: str, node: str | None, options: tuple[str | None, str | None, bool]) -> None:
+    as_json = options[2]
+    result: dict[str, Any] | None = None
+    with connected(*options) as client:
+        with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=as_json) as progress:
+            tasks: dict[str, TaskID] = {}
+            for event in client.admin.copy(kind, name, node):
+                if not show_phase(progress, tasks, event):
+                    result = event
+        if result is None:
+            raise NodeLost(f"the copy of {name} ended without a result; see the platform's logs")
+        if as_json:
+            print_json(result)
+        else:
+            console.print(f"[green]✓[/] {name} is on {result['node']} too: {megabytes(result['num_bytes'])}")
 
 
 def _verify(kind: str, name: str, url: str | None, api_key: str | None, as_json: bool) -> None:

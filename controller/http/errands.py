@@ -1,4 +1,4 @@
-"""Errands on a registered model or adapter: check its bytes, give its DRAM back, measure its steps."""
+"""Errands on a registered model or adapter: check or copy its bytes, give its DRAM back, measure its steps."""
 
 import uuid
 from collections.abc import AsyncGenerator
@@ -14,6 +14,7 @@ from nearline.protocol import (
     Bytes,
     CheckpointInfo,
     ModelId,
+    NodeId,
     Request,
     RequestId,
     SamplingParams,
@@ -32,6 +33,7 @@ def errand_routes() -> list[web.RouteDef]:
     return [
         web.post("/admin/{kind:models|adapters}/{name:.+}/verify", verify),
         web.post("/admin/{kind:models|adapters}/{name:.+}/evict", evict),
+        web.post("/admin/{kind:models|adapters}/{name:.+}/copy", copy),
         web.post("/admin/models/{name:.+}/profile", profile),
     ]
 
@@ -46,6 +48,13 @@ async def profile(request: web.Request) -> web.StreamResponse:
     """Start the model if it does not run, measure it while it is idle, and answer as `verify` does."""
     checkpoint, name = _checkpoint(request), request.match_info["name"]
     return await _answer(request, _profile(door_of(request), name, checkpoint, tenant_of(request)))
+
+
+async def copy(request: web.Request) -> web.StreamResponse:
+    """Copy to the node that `?node=` names, or to the one with most disk left; answer as `verify` does."""
+    wished, name = request.query.get("node"), request.match_info["name"]
+    events = _copy(door_of(request), name, _checkpoint(request), NodeId(wished) if wished else None)
+    return await _answer(request, events)
 
 
 async def _answer(request: web.Request, events: AsyncGenerator[Event, None]) -> web.StreamResponse:
@@ -77,6 +86,19 @@ async def _verify(door: Door, name: str, checkpoint: CheckpointInfo) -> AsyncGen
     measures = _measures(sum(node["num_bytes"] for node in nodes), sum(node["seconds"] for node in nodes))
     log.info("checkpoint_verified", name=name, digest=checkpoint.digest, **measures)
     yield {"id": name, "digest": checkpoint.digest, "is_valid": True, **measures, "nodes": nodes}
+
+
+async def _copy(
+    door: Door, name: str, checkpoint: CheckpointInfo, node_id: NodeId | None
+) -> AsyncGenerator[Event, None]:
+    async with aclosing(door.runtime.copy_checkpoint(checkpoint, node_id)) as frames:
+        async for chosen, frame in frames:
+            if isinstance(frame, ImportProgress):
+                fields = {"done_bytes": frame.done_bytes, "total_bytes": frame.total_bytes}
+                yield {"phase": frame.phase, "node": chosen, **fields}
+            else:
+                log.info("checkpoint_copied", name=name, node=chosen, digest=checkpoint.digest)
+                yield {"id": name, "digest": checkpoint.digest, "node": chosen, "num_bytes": checkpoint.num_bytes}
 
 
 async def _profile(door: Door, name: str, checkpoint: CheckpointInfo, tenant: TenantId) -> AsyncGenerator[Event, None]:

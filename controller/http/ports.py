@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from nearline.protocol import (
     AdapterSpec,
     Bytes,
+    CheckpointInfo,
     CheckpointKind,
     Digest,
     ModelId,
@@ -69,6 +70,12 @@ class Runtime(Protocol):
 
     def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
         """Check a checkpoint's bytes on every node that has it; the last item of each node is TaskFinished."""
+        ...
+
+    def copy_checkpoint(
+        self, checkpoint: CheckpointInfo, node_id: NodeId | None
+    ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
+        """Copy a checkpoint to another node from those that have it. The last item is ImportFinished."""
         ...
 
     def profile_checkpoint(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from nearline.protocol import PEER
 from nearline.protocol.errors import InvalidRequest
 
 MAX_STOPS = 16
@@ -40,6 +41,8 @@ def _keep_alive(value: float) -> float:
 def _printable(value: str) -> str:
     if not value.isprintable():
         raise ValueError("it holds control characters; a source is one line of text")
+    if value.startswith(PEER):
+        raise ValueError("nodes copy from each other when asked to by `nearline model copy`; name where it comes from")
     return value
 
 

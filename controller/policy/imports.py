@@ -26,3 +26,13 @@ def peer_urls(nodes: Iterable[NodeView], digest: Digest, node_id: NodeId) -> tup
         if node.is_connected and node.node_id != node_id and row is not None and row.ssd_bytes >= row.num_bytes:
             ranked.append((-row.dram_bytes, node.node_id, node.report.http_url))
     return tuple(url for _, _, url in sorted(ranked))
+
+
+def copy_place(nodes: Iterable[NodeView], digest: Digest) -> NodeId | None:
+    """Choose the connected node with most disk left among those that do not have all of a checkpoint; ties by id."""
+    ranked = []
+    for node in nodes:
+        row = node.residency.get(digest)
+        if node.is_connected and (row is None or row.ssd_bytes < row.num_bytes):
+            ranked.append((-node.report.ssd_free_bytes, node.node_id))
+    return min(ranked)[1] if ranked else None

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from nearline.checkpoint_store import Manifest, peer_source, peers
+from nearline.checkpoint_store import Manifest, peers
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.peers import copy_from_peers
+from nearline.protocol import peer_source
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest, NotFound, SourceUnavailable, StorageFull
 
 

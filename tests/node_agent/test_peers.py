@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from nearline.checkpoint_store import peer_source
-from nearline.protocol import CheckpointInfo, CheckpointKind, InstanceId, InstanceSpec, ModelId, TaskId
+from nearline.protocol import CheckpointInfo, CheckpointKind, InstanceId, InstanceSpec, ModelId, TaskId, peer_source
 from nearline.protocol.frames import EnsureInstance, ImportCheckpoint, ImportFailed, ImportFinished
 from tests.checkpoint_store.web import web
 from tests.node_agent.conftest import Agent, FakeController, running_agent

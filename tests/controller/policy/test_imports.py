@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nearline.controller.policy.imports import import_place, peer_urls
+from nearline.controller.policy.imports import copy_place, import_place, peer_urls
 from nearline.controller.state import NodeRecord
 from nearline.protocol import Digest, NodeId
 from tests.controller.fleets import GB, report
@@ -35,3 +35,9 @@ def test_what_a_node_lacks_the_others_give_that_have_it_whole_those_with_it_in_m
     assert peer_urls(nodes, Digest("m"), NodeId("n4")) == (urls[1], urls[0])
     assert peer_urls(nodes, Digest("m"), NodeId("n2")) == (urls[0],)
     assert peer_urls(nodes, Digest("other"), NodeId("n4")) == ()
+
+
+def test_a_copy_goes_where_most_disk_is_left_among_those_that_lack_it() -> None:
+    nodes = [node("n1", 90, ("m",)), node("n2", 50), node("n3", 70, is_connected=False), node("n4", 50)]
+    assert copy_place(nodes, Digest("m")) == "n2"
+    assert copy_place(nodes[:1], Digest("m")) is None

@@ -51,8 +51,10 @@ class Pulse:
         return Verdict.HUNG if is_late else Verdict.FINE
 
 
-def patience_s(checkpoint: CheckpointInfo, profile: StepProfile | None, least_s: Seconds) -> Seconds:
+def patience_s(checkpoint: CheckpointInfo | None, profile: StepProfile | None, least_s: Seconds) -> Seconds:
     """How long an engine may be silent: many times its longest step, and never less than `least_s`."""
+    if checkpoint is None:  # deleted meanwhile: it serves its last requests
+        return least_s
     model = profile.model if profile else StepTimeModel.guess(checkpoint.num_bytes)
     context = max(_STEP_TOKENS, checkpoint.max_context_tokens)
     longest_s = model.prefill_s(_STEP_TOKENS, context - _STEP_TOKENS)

@@ -236,7 +236,7 @@ class NodeRuntime:
         sizes = (action.kv_bytes, action.max_running, action.num_threads)
         bind = fr.Bind(spec, manifest_path, lease.frames, *sizes, profile=profile)
         self._relay.bind(action.engine_id, spec.instance_id)
-        patient_s = patience_s(self._store.manifest(spec.digest).info, profile, self._hang_timeout_s)
+        patient_s = patience_s(self._checkpoint(spec.digest), profile, self._hang_timeout_s)
         self._heartbeat.binding(action.engine_id, spec.instance_id, patient_s)
         self._supervisor.send(action.engine_id, bind)
 

@@ -20,6 +20,31 @@ READY_TIMEOUT_S = 120.0
 MAX_REFUSALS = 2
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
+TenantWeight = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=W", help="A tenant's share of busy models (1); repeatable.")
+]
+TenantLimit = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=RPM:N:TPM", help="Requests a minute, at once, tokens a minute; 0: any. Repeatable."),
+]
+TenantSlo = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=CLASS", help="Strictest SLO class of a tenant; repeatable.")
+]
+
+EnginePolicy = Annotated[
+    str | None, typer.Option(help="In which order an engine's requests run: fcfs (default), shortest or mlfq.")
+]
+Merge = Annotated[
+    str | None,
+    typer.Option(help="Run adapters merged into a copy of the base: never (default), auto or always, in turns."),
+]
+TpotMs = Annotated[
+    float | None, typer.Option(help="Target between tokens; prompts are cut so that steps keep it (default 100).")
+]
+SwapBytes = Annotated[
+    str | None, typer.Option(help="Host memory per engine for the KV of preempted requests, such as 2GiB.")
+]
+
 
 def up(
     data_dir: Annotated[
@@ -41,30 +66,14 @@ def up(
         typer.Option("--pool-bytes", "--pool", help="DRAM for checkpoints, such as 8GiB (default: by memory)."),
     ] = None,
     ssd_budget: Annotated[str | None, typer.Option(help="Disk for checkpoints, such as 500GiB.")] = None,
-    engine_policy: Annotated[
-        str | None, typer.Option(help="In which order an engine's requests run: fcfs (default), shortest or mlfq.")
-    ] = None,
-    merge: Annotated[
-        str | None,
-        typer.Option(help="Run adapters merged into a copy of the base: never (default), auto or always, in turns."),
-    ] = None,
-    tpot_ms: Annotated[
-        float | None, typer.Option(help="Target between tokens; prompts are cut so that steps keep it (default 100).")
-    ] = None,
-    swap_bytes: Annotated[
-        str | None, typer.Option(help="Host memory per engine for the KV of preempted requests, such as 2GiB.")
-    ] = None,
+    engine_policy: EnginePolicy = None,
+    merge: Merge = None,
+    tpot_ms: TpotMs = None,
+    swap_bytes: SwapBytes = None,
     api_key: Annotated[list[str] | None, typer.Option(help="NAME=KEY of a tenant; repeatable. None: open.")] = None,
-    tenant_weight: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=W", help="A tenant's share of busy models (1); repeatable.")
-    ] = None,
-    tenant_limit: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=RPM:N:TPM", help="Requests a minute, at once, tokens a minute; 0: any. Repeatable."),
-    ] = None,
-    tenant_slo: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=CLASS", help="Strictest SLO class of a tenant; repeatable.")
-    ] = None,
+    tenant_weight: TenantWeight = None,
+    tenant_limit: TenantLimit = None,
+    tenant_slo: TenantSlo = None,
 ) -> None:
     """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
     agent_args: list[str] = []

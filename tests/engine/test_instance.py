@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nearline.checkpoint_store import read_manifest
 from nearline.engine import PolicyName
 from nearline.engine.instance import BoundInstance, EngineHabits
 from nearline.loader import MappedPool
@@ -23,12 +24,15 @@ Bound = Callable[..., BoundInstance]
 def bind(checkpoints: dict[str, Path]) -> Iterator[Bound]:
     bound: list[BoundInstance] = []
 
-    def make(kv_bytes: int = 1 << 20, **habits: Any) -> BoundInstance:
+    def make(num_blocks: int | None = None, **habits: Any) -> BoundInstance:
         pool, directory = Pool(), checkpoints["a"]
         frames = pool.take(directory)
         pool.fill(directory, frames)
         mapped = MappedPool(pool.fd, pool.ready_fd, PoolLayout(NUM_FRAMES, FRAME_BYTES))
         spec = InstanceSpec(INSTANCE, ModelId("m"), Digest(directory.name))
+        kv_bytes = 1 << 20
+        if num_blocks is not None:
+            kv_bytes = num_blocks * 16 * read_manifest(directory).info.kv_bytes_per_token
         order = Bind(spec, str(directory / "manifest.json"), frames, kv_bytes, 8, 1)
         bound.append(BoundInstance(order, mapped, EngineHabits(**habits)))
         return bound[-1]
@@ -83,7 +87,7 @@ def test_preempted_sequences_go_on_token_for_token_swapped_or_computed_again(
 ) -> None:
     """More than the KV cache holds at once, admitted all the same."""
     instance = bind(
-        kv_bytes=1 << 17, policy=policy, future_share=0.0, swap_bytes=swap_bytes, is_prefix_cached=False, step_tokens=64
+        num_blocks=8, policy=policy, future_share=0.0, swap_bytes=swap_bytes, is_prefix_cached=False, step_tokens=64
     )
     prompts = [[(5 * i + 3 * j) % 256 for j in range(20 + i)] for i in range(7)]
     assert generate(instance, prompts, "crowd")[0] == [oracles["a"](prompt) for prompt in prompts]

@@ -35,11 +35,11 @@ MODES = (MergeMode.NEVER, MergeMode.ALWAYS, MergeMode.AUTO)
 class Size:
     """How much is measured."""
 
-    num_rounds: int = 4
+    num_rounds: int = 3
     num_steps: int = 16
     num_registered: tuple[int, ...] = (10, 50, 200, 1000, 2000)
-    popularity_s: Seconds = 9.0
-    num_switching: int = 96
+    popularity_s: Seconds = 7.0
+    num_switching: int = 64
     num_first_uses: int = 12
     strides: tuple[int, ...] = STRIDES
     peft_steps: int = 12

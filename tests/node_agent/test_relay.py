@@ -7,7 +7,7 @@ from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.types import EngineId
 from nearline.protocol import Digest, FinishReason, InstanceId, ModelId, Request, RequestId, SequenceUpdate
 from nearline.protocol.errors import ErrorInfo, ModelNotFound
-from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, UnloadAdapter
+from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, UnloadAdapter, Yield
 
 ENGINE, INSTANCE = EngineId(1), InstanceId("i")
 
@@ -120,3 +120,16 @@ def test_a_failed_instance_answers_for_each_of_its_sequences() -> None:
     ends.submit("b")
     ends.relay.fail(INSTANCE, ErrorInfo("instance_failed", "signal 9"))
     assert [(u.request_id, u.attempt, u.finish_reason) for u in ends.heard()] == [("a", 3, "error"), ("b", 0, "error")]
+
+
+def test_a_sequence_is_told_to_give_way_while_it_is_there_and_goes_on_being_heard() -> None:
+    ends = Ends()
+    ends.submit("a")
+    ends.relay.yield_place(Yield(INSTANCE, RequestId("a")))
+    assert ends.engine[-1] == Yield(INSTANCE, RequestId("a"))
+    ends.step("a")
+    ends.step("a", finish=FinishReason.STOP)
+    assert len(ends.heard()) == 2
+    ends.relay.yield_place(Yield(INSTANCE, RequestId("a")))
+    ends.relay.yield_place(Yield(InstanceId("unknown"), RequestId("a")))
+    assert sum(isinstance(message, Yield) for message in ends.engine) == 1

@@ -57,6 +57,8 @@ WORDS = [
     "time",
 ]
 AIM = 0.10
+KEEP_ALIVE_S = 600.0
+"""Long enough for a profile, which no request keeps alive; the slot is given up to other models all the same."""
 
 MAKE = """
 import json, sys, torch
@@ -116,7 +118,8 @@ async def live(models: dict[str, Path], work: Path, minutes: float) -> Lived:
     async with running_platform(config, lambda line: None) as platform, AsyncClient(platform.url) as client:
         await when_ready(platform)
         for name, source in models.items():
-            async for _ in client.admin.add("models", {"name": name, "source": str(source), "keep_alive_s": 20.0}):
+            model = {"name": name, "source": str(source), "keep_alive_s": KEEP_ALIVE_S}
+            async for _ in client.admin.add("models", model):
                 pass
         for name in models:
             async for event in client.admin.profile(name):
@@ -131,7 +134,7 @@ async def live(models: dict[str, Path], work: Path, minutes: float) -> Lived:
                 await asyncio.sleep(max(0.0, begun_at + at - time.monotonic()))
                 group.create_task(ask(client, name, options))
         await asyncio.sleep(0.5)
-    return read_lived(work / "data" / "journal", profiles, begun_at)
+    return read_lived(work / "data" / "controller" / "journal", profiles, begun_at)
 
 
 def compare(lived: Lived) -> tuple[list[list[str]], bool]:

@@ -12,12 +12,12 @@ from benchmarks.evidence.options import data_directory
 from nearline.simulator.__main__ import parse, run
 from nearline.simulator.report import attained, summary
 
-TRACES = {"conversation": ("AzureLLMInferenceTrace_conv.csv", (0.7, 1.0, 1.5)),
+TRACES = {"conversation": ("AzureLLMInferenceTrace_conv.csv", (0.5, 1.0, 1.5)),
           "code": ("AzureLLMInferenceTrace_code.csv", (1.0, 2.0, 4.0))}  # fmt: skip
 SINGLE = ("fcfs", "edf", "planner", "fair", "shortest", "start-up", "locality")
 OURS = "nearline"
 FLEET = "--models 40 --nodes 4 --slots 4 --model-gb 13 --dram-gb 110 --keep-alive 120 --max-replicas 3 --zipf 1.0"
-TRAFFIC = "--tenants 8 --batch-part 0.4 --max-requests 1200 --seed 3"
+TRAFFIC = "--tenants 8 --batch-part 0.4 --max-requests 800 --seed 3"
 WHY = """Attainment: part of requests whose first token came by its class's target (interactive 20 s, batch-1m 60 s): a
 refusal counts as a miss. Every policy runs the same core with the same swaps, drains and refusals; a single idea
 exchanges the order of requests, of models, or the place, and is first come, first served in the rest. Traces give

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -312,6 +313,7 @@ def _options() -> argparse.Namespace:
 
 def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that gigabytes of files go with us
     options = _options()
     num_bytes, num_rounds = (16 << 20, 1) if options.quick else (int(options.gb * 1e9), options.rounds)
     installed = [name for name in options.rivals if version(name)]

@@ -193,8 +193,8 @@ def _remarks(found: Found) -> str:
     if found.rounds.get("ttft"):
         beside, prefill = (found.median("ttft", key) * 1e3 for key in ("prefill beside", "prefill"))
         lines.append(
-            f"- First token: a prefill takes {prefill:.0f} ms, and {beside:.0f} ms beside a read: the disk of a "
-            "virtual machine is served by the host's share of the same cores. The first layer waits for the embedding."
+            f"- First token: a prefill takes {prefill:.0f} ms, and {beside:.0f} ms while another checkpoint is read; "
+            "the first layer waits for the whole embedding."
         )
     if found.rounds.get("import"):
         lines.append(

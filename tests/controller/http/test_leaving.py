@@ -80,7 +80,7 @@ async def test_a_client_that_stays_but_reads_nothing_is_left_after_a_while(
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.setblocking(False)
         await loop.sock_connect(client, (host, int(port)))
-        front.runtime.step_s = 0.002
+        front.runtime.step_s = 0.02
         await loop.sock_sendall(client, head.encode() + data)
         await until(lambda: bool(front.runtime.handles), 2.0)
         await until(lambda: all(handle.is_cancelled for handle in front.runtime.handles), 5.0)

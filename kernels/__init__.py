@@ -7,7 +7,6 @@ P block size, R rank or rotated dims, V vocab. Which path runs (Triton, compiled
 from nearline.kernels.dispatch import (
     activate,
     add_rms_norm,
-    argmax,
     embedding,
     layer_norm,
     linear,
@@ -36,7 +35,6 @@ __all__ = [
     "Rope",
     "activate",
     "add_rms_norm",
-    "argmax",
     "embedding",
     "layer_norm",
     "linear",

@@ -107,7 +107,9 @@ def linear(
 ) -> Tensor:
     """See reference.linear; quantised weights are those they stand for."""
     if isinstance(w_NM, QuantMatrix):
-        done = quant_linear(x_TM, w_NM, bias_N, out_dtype)
+        path = _triton() if x_TM.is_cuda else None
+        run = path.quant_linear if path else quant_linear
+        done: Tensor | None = run(x_TM, w_NM, bias_N, out_dtype)
         return reference.linear(x_TM, w_NM.dequantised(x_TM.dtype), bias_N, out_dtype) if done is None else done
     if x_TM.is_cuda:
         return _device_linear(x_TM, w_NM, bias_N, out_dtype or x_TM.dtype)
@@ -128,12 +130,6 @@ def embedding(ids_T: Tensor, table_VM: Tensor | QuantMatrix, dtype: torch.dtype)
     if isinstance(table_VM, QuantMatrix):
         return table_VM.rows(ids_T, dtype)
     return reference.embedding(ids_T, table_VM, dtype)
-
-
-def argmax(logits_TV: Tensor) -> Tensor:
-    """See reference.argmax."""
-    done = native.argmax(logits_TV)
-    return reference.argmax(logits_TV) if done is None else done
 
 
 def sample(logits_SV: Tensor, wishes_5S: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "nl_activate": (c_void_p, c_long, c_void_p, c_long, c_long, *[c_int] * 3),
     "nl_layer_norm": (c_void_p, c_long, c_void_p, c_void_p, c_int, c_void_p, *[c_long] * 3, c_float, c_int),
     "nl_linear_columns": (c_void_p, c_long, c_void_p, c_void_p, c_void_p, *[c_long] * 4, c_int, c_int),
-    "nl_argmax": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
     "nl_attention": (c_void_p, c_long, *[c_void_p] * 3, c_long, *[c_void_p] * 3, *[c_long] * 9, *[c_float] * 2, c_int),
     "nl_lora": (c_void_p, c_long, c_void_p, c_long, c_long, c_void_p, c_long, c_int, c_int),
     "nl_decoder_layers": (c_void_p, c_void_p, c_long, c_long, c_void_p),
@@ -237,16 +236,6 @@ def linear(x_TM: Tensor, w_NM: Tensor, bias_N: Tensor | None, out_dtype: torch.d
     run = lib.nl_linear_columns if is_turned else lib.nl_linear
     run(*rows, num_tokens, num_outputs, x_TM.shape[1], code, CODES[out])
     return y
-
-
-def argmax(logits_TV: Tensor) -> Tensor | None:
-    """Accept any row stride."""
-    lib, code = library(), CODES.get(logits_TV.dtype)
-    if lib is None or code is None or logits_TV.dim() != 2 or not _has_plain_rows(logits_TV):
-        return None
-    out = torch.empty(logits_TV.shape[0], dtype=torch.int64)
-    lib.nl_argmax(logits_TV.data_ptr(), logits_TV.stride(0), out.data_ptr(), *logits_TV.shape, code)
-    return out
 
 
 class LoraPart(ctypes.Structure):

@@ -135,12 +135,6 @@ def embedding(ids_T: Tensor, table_VM: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(ids_T, table_VM).to(dtype)
 
 
-def argmax(logits_TV: Tensor) -> Tensor:
-    """Return the index of each row's largest value, the lowest index on ties. Shapes: [T, V] → [T] int64."""
-    best = logits_TV.max(dim=-1, keepdim=True).values
-    return (logits_TV == best).int().argmax(dim=-1)
-
-
 def sample(logits_SV: Tensor, wishes_5S: Tensor) -> Tensor:
     """Choose a token per row: the point of the cumulative distribution that `point` of the whole says.
 
@@ -159,7 +153,7 @@ def _sample_row(logits_V: Tensor, wish_5: Tensor) -> Tensor:
         return torch.full((), -1, device=logits_V.device)
     point, inverse, top_k, top_p, min_p = wish_5.tolist()
     if not inverse:
-        return argmax(logits_V[None])[0]
+        return (logits_V == best).int().argmax()
     weights_V = ((logits_V - best) * torch.tensor(inverse, dtype=torch.float32)).exp()
     least = torch.tensor(min_p, dtype=torch.float32, device=logits_V.device)
     if 0 < top_k < len(weights_V):

@@ -8,7 +8,7 @@
 #define TOKENS_PER_PANEL 64 /* tokens that pass while a tile of weights stays in the L2 cache */
 #define INPUTS_PER_SUM 64   /* even */
 #define ROWS_AHEAD 8        /* rows of weights between the one that is read and the one to prefetch: each is another page */
-#define WIDE 8              /* vectors of outputs per tile of one or two tokens, half of it per tile of four */
+#define WIDE (2 * ROWS_PER_TILE) /* vectors of outputs per tile of one or two tokens, half of it per tile of four */
 #define IS_DOT(dt) (HAS_DOT_BF16 && (dt) == BF16)
 
 #if HAS_DOT_BF16

@@ -1,4 +1,4 @@
-/* Ops that treat each token's row alone: norms, rope, KV write, argmax. Batch-invariant: rows never meet. */
+/* Ops that treat each token's row alone: norms, rope, KV write. Batch-invariant: rows never meet. */
 #include "ops.h"
 
 #define PARALLEL_FROM 65536 /* elements below which waking another thread costs more than it saves */
@@ -254,42 +254,4 @@ int nl_write_kv(const void *k, long k_stride, const void *v, long v_stride, void
         }
     }
     return OK;
-}
-
-INLINE int64_t argmax_row(const void *x, long dim, int dt) {
-    v16 best = splat(-INFINITY);
-    long v = 0;
-    for (; v + 16 <= dim; v += 16) best = max16(best, load16(at(x, v, dt), dt));
-    float top = top16(best);
-    for (; v < dim; v++) top = load1(x, v, dt) > top ? load1(x, v, dt) : top;
-    for (v = 0; v + 16 <= dim; v += 16) {
-        i32x16 hit = load16(at(x, v, dt), dt) == splat(top);
-        int64_t any[8];
-        memcpy(any, &hit, 64);
-        if (any[0] | any[1] | any[2] | any[3] | any[4] | any[5] | any[6] | any[7]) break;
-    }
-    for (; v < dim; v++)
-        if (load1(x, v, dt) == top) return v;
-    return 0;
-}
-
-typedef struct {
-    const void *x;
-    long x_stride;
-    int64_t *out;
-    long dim;
-    int dt;
-} argmax_args;
-
-static void argmax_claim(void *context, long t) {
-    const argmax_args *a = context;
-    const void *x = at(a->x, t * a->x_stride, a->dt);
-    if (a->dt == F32) a->out[t] = argmax_row(x, a->dim, F32);
-    if (a->dt == BF16) a->out[t] = argmax_row(x, a->dim, BF16);
-    if (a->dt == F16) a->out[t] = argmax_row(x, a->dim, F16);
-}
-
-void nl_argmax(const void *x, long x_stride, int64_t *out, long rows, long dim, int dt) {
-    argmax_args args = {x, x_stride, out, dim, dt};
-    parallel_for(rows, argmax_claim, &args);
 }

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nearline.kernels import triton_attention, triton_lora, triton_rows, triton_sampling
+from nearline.kernels import triton_attention, triton_lora, triton_quant, triton_rows, triton_sampling
+from nearline.kernels.quant import GROUPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TRITON_DEFAULT_FP_FUSION.*")
 AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
@@ -80,6 +81,17 @@ def test_kernels_of_rows_and_adapters_compile(dtype: str) -> None:
     assert compile_for(HOPPER, lora._shrink_kernel, dtype, shrink, types=table).asm["cubin"]
     expand = {"TOKENS": 16, "OUTPUTS": 128, "RANKS": 16}
     assert compile_for(HOPPER, lora._expand_kernel, dtype, expand, types=table).asm["cubin"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_with_quantised_weights_compile(bits: int) -> None:
+    types = {"codes": "*u8", "scales": "*bf16", "offsets": "*bf16", "bias": "*bf16"}
+    constants = {
+        "BITS": bits, "GROUP": GROUPS[bits], "LANES": 16, "TOKENS": 64, "OUTPUTS": 64, "HAS_BIAS": True,
+        "UPCAST": False,
+    }  # fmt: skip
+    compiled = compile_for(HOPPER, triton_quant._quant_kernel, "bf16", constants, types=types)
+    assert compiled.metadata.shared <= SMALLEST_SHARED_BYTES
 
 
 def test_sampling_compiles() -> None:

@@ -6,7 +6,17 @@ Interpreting is decided when triton is imported, and another test may have impor
 import pytest
 import torch
 
-from nearline.kernels import LoraSegment, reference, triton_attention, triton_lora, triton_rows, triton_sampling
+from nearline.kernels import (
+    LoraSegment,
+    QuantMatrix,
+    reference,
+    triton_attention,
+    triton_lora,
+    triton_quant,
+    triton_rows,
+    triton_sampling,
+)
+from nearline.kernels.quant import GROUPS
 from tests.kernels.paged import DTYPES, ULP, naive_attention, paged_problem
 
 
@@ -108,6 +118,24 @@ def test_attention_equals_dense_softmax(
     p = paged_problem(lengths, heads, block_size, dtype)
     result = triton_attention.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 0.3, window, softcap)
     assert_rounded_from(result, naive_attention(p, 0.3, window, softcap), noise=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "tokens"), [(8, 3), (4, 3), (4, 20)])
+def test_products_with_quantised_weights(bits: int, tokens: int, dtype: torch.dtype) -> None:
+    rows, dim, group = 70, 200, GROUPS[bits]
+    blocks, groups = -(-rows // 16), -(-dim // group)
+    codes = torch.randint(0, 256, (blocks, groups * group * 16 * bits // 8), dtype=torch.uint8)
+    scales, offsets = (torch.randn(2, blocks, groups * 16) * 0.01).to(torch.bfloat16)
+    matrix = QuantMatrix(codes, scales, offsets if bits == 4 else None, (rows, dim))
+    x, bias = torch.randn(tokens, dim + 8).to(dtype)[:, :dim], torch.randn(rows).to(dtype)
+    weights = matrix.dequantised(dtype).float()
+    if dtype == torch.bfloat16:  # the interpreter cuts weights off instead of rounding
+        weights = (matrix.dequantised(torch.float32).view(torch.int32) & -65536).view(torch.float32)
+    exact = x.float() @ weights.T
+    for bias_N, out in ((None, None), (bias, torch.float32)):
+        result = triton_quant.quant_linear(x, matrix, bias_N, out)
+        assert_rounded_from(result, exact if bias_N is None else exact + bias.float(), noise=2e-5)
 
 
 WISHES = [

@@ -86,16 +86,15 @@ def _attend_kernel(
             values = values.to(tl.float32)
         is_seen = (position[None, :] <= at[:, None]) & (position[None, :] > at[:, None] - window) & is_position[None, :]
         top, total, value = _absorb(queries, keys, values, is_seen, scale, softcap, top, total, value, HAS_CAP)
-    is_stored = is_row[:, None] & is_column[None, :]
     if SPLIT > 0:
         index = (token * num_kv * GROUP + head) * num_splits + split
         tl.store(tops + index, top, mask=is_row)
         tl.store(sums + index, total, mask=is_row)
-        tl.store(parts + index[:, None] * DIM + column[None, :], value, mask=is_stored)
+        tl.store(parts + index[:, None] * DIM + column[None, :], value, mask=is_row[:, None] & is_column[None, :])
     else:
         value = value / tl.where(total == 0.0, 1.0, total)[:, None]
         place = token[:, None] * out_token + head[:, None] * DIM + column[None, :]
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=is_stored)
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit

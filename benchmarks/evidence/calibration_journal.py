@@ -144,7 +144,7 @@ def read_lived(directory: Path, profiles: dict[str, StepProfile], begun_at: floa
                 case _:
                     pass
     assert report is not None, "a node never reported"
-    done = [answer for answer in answers.values() if answer.first_at and answer.ended_at]
+    done = [a for a in answers.values() if a.first_at and a.ended_at and a.num_tokens > 1]  # not a profile's own calls
     return Lived(header.config, specs, profiles, begun_at, report, done, list(starts.values()))
 
 

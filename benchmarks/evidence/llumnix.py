@@ -22,9 +22,9 @@ from nearline.simulator.cost_model import CostModel
 from nearline.simulator.fleet import GB
 from nearline.simulator.report import summary
 
-NUM_REPLICAS, NUM_REQUESTS = 16, 3000
+NUM_REPLICAS, NUM_REQUESTS = 16, 2000
 MEANS = {"S": 128, "M": 256}
-PAIRS = (("S", "S", 100.0), ("S", "S", 130.0), ("M", "M", 36.0))
+PAIRS = (("S", "S", 130.0), ("S", "S", 160.0), ("M", "M", 36.0), ("M", "M", 40.0))
 """(prompts, answers, requests per second)."""
 ALL_AT_ONCE = 100_000
 KV_TOKENS = 850 * 16

@@ -88,9 +88,7 @@ def weights(root: Path, peer: Peer) -> bytes:
     return (root / "checkpoints" / peer.manifest.digest / "model.safetensors").read_bytes()
 
 
-def test_all_chunks_come_in_some_order_and_the_checkpoint_is_committed(
-    root: Path, serve: Callable[..., Peer]
-) -> None:
+def test_all_chunks_come_in_some_order_and_the_checkpoint_is_committed(root: Path, serve: Callable[..., Peer]) -> None:
     first, second = serve(), serve()
     seen: list[tuple[str, int, int]] = []
     manifest = copy(root, first, second, reporter=Reporter(progress=lambda *what: seen.append(what)))

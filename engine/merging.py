@@ -80,6 +80,7 @@ class MergePolicy:
         chosen, reason = self._choose(runnable)
         self._merged = chosen if chosen == self._copied else None
         if chosen is not None and self._merged is None:
+            self._copied = None  # its copy is written over the one there was, from the first layer on
             return MergeDecision(None, "its copy is being made", wanted=chosen)
         return MergeDecision(self._merged, reason)
 
@@ -155,6 +156,7 @@ class AlwaysMerged:
             return MergeDecision(None, "the base's turn", is_base_only=True)
         if self._turn != self._copied:
             self._until = now + self._limits.max_wait_s  # a turn begins when its copy is there
+            self._copied = None  # which is written over the one there was, from the first layer on
             return MergeDecision(None, "its copy is being made", wanted=self._turn, is_base_only=True)
         return MergeDecision(self._turn, "its turn")
 

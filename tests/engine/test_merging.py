@@ -99,6 +99,14 @@ def test_a_copy_that_is_there_is_used_again_at_once_when_the_others_are_gone() -
     assert run(policy, {A: 8}, 3, start_s=20) == [A] * 3
 
 
+@pytest.mark.parametrize("policy", [MergePolicy(COSTS, LIMITS), AlwaysMerged(LIMITS)])
+def test_a_copy_half_overwritten_by_another_is_no_copy_any_more(policy: MergePolicy | AlwaysMerged) -> None:
+    policy.decide({A: 8}, 0.0)
+    policy.copy_made(A)
+    now = next(now for now in range(1, 9) if policy.decide({B: 8}, now).wanted == B)
+    assert policy.decide({A: 8}, now + 0.01).merged is None
+
+
 @given(
     st.lists(st.tuples(st.dictionaries(st.sampled_from([None, A, B, C]), st.integers(1, 40)), st.floats(0.001, 0.1)))
 )

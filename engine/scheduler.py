@@ -61,6 +61,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._paused: list[Sequence] = []
+        self._unmade: list[BlockMove] = []
+        """Moves to the host from before a step in which nobody could run: the next one makes them."""
         self.num_preemptions = 0
         """Places lost because blocks lacked."""
         self.num_displaced = 0
@@ -85,6 +87,7 @@ class Scheduler:
         """Take a sequence that ends out of its list and free its blocks."""
         (self._running if sequence.state is SequenceState.RUNNING else self._waiting).remove(sequence)
         self._blocks.release(sequence)
+        self._unmade = [move for move in self._unmade if move[1] not in sequence.host_table]
         self.host.drop(sequence)
         self._policy.leave(sequence)
         sequence.state = SequenceState.FINISHED
@@ -108,12 +111,12 @@ class Scheduler:
         self.is_short = False
         self._running = self._policy.in_order(self._running, now)
         self._waiting = self._policy.in_order(self._waiting, now)
-        displaced = self._displaced()
         self._paused = [] if may_run is None else [s for s in (*self._running, *self._waiting) if not may_run(s)]
+        displaced = self._displaced()
         decoding = [s for s in self._running if s.num_uncomputed == 1 and s not in displaced and s not in self._paused]
         work = StepWork(0, 0, len(decoding), sum(len(s.token_ids) for s in decoding))
         target_s = tpot_target_s(decoding, self._config)
-        step = _Step(StepBudget(self._config, self._pace, target_s, work), displaced=displaced)
+        step = _Step(StepBudget(self._config, self._pace, target_s, work), displaced=displaced, swap_outs=self._unmade)
         for sequence in displaced:
             self._preempt(sequence, step)
         self.num_displaced += len(displaced)
@@ -121,14 +124,16 @@ class Scheduler:
         if not step.num_preempted:
             self._admit(step, now)
         self._policy.charge(step.items, self._pace.model.step_s(step.budget.work), now)
-        return step.batch()
+        batch = step.batch()
+        self._unmade = step.swap_outs if batch is None else []
+        return batch
 
     def _displaced(self) -> list[Sequence]:
         """Choose who must yield so that those who wait before them have places and blocks."""
         displaced: list[Sequence] = []
         entering: list[Sequence] = []
         for sequence in self._waiting:
-            if not self._adapters.can_start(sequence):
+            if sequence in self._paused or not self._adapters.can_start(sequence):
                 continue
             staying = [s for s in self._running if s not in displaced]
             told = [s for s in reversed(staying) if s.must_yield and _order(sequence) < _order(s)]

@@ -8,6 +8,7 @@ from nearline.engine import EngineConfig
 from nearline.engine.block_manager import BlockManager
 from nearline.engine.sequence import Sequence
 from nearline.engine.swap import HostArea
+from nearline.protocol import RequestId
 from tests.engine.fake_engine import Engine, info, make_request, solo
 from tests.engine.timed_engine import LAW
 
@@ -97,3 +98,29 @@ def test_an_aborted_sequence_gives_its_host_blocks_back() -> None:
     engine.core.check()
     engine.drain()
     assert engine.core.scheduler.host.num_used == 0
+
+
+def test_what_goes_out_while_nobody_can_run_is_there_when_it_comes_back() -> None:
+    engine = Engine(num_blocks=10, future_share=0.0, num_host_blocks=20, copy_bytes_per_s=1e12, is_prefix_cached=False)
+    request = make_request("a", [1] * 6, max_tokens=30, ignore_eos=True)
+    engine.add(request)
+    engine.step()
+    blocks = engine.core.blocks
+    num_lent = blocks.lend(blocks.num_free)
+    while engine.core.load.num_running:
+        engine.step()
+    assert engine.core.scheduler.host.num_used > 0
+    blocks.take_back(num_lent)
+    engine.drain()
+    assert engine.outputs == {"a#1": solo(request)}
+
+
+def test_nobody_gives_way_to_one_whose_turn_it_is_not() -> None:
+    engine = Engine(max_running=1, num_host_blocks=20, copy_bytes_per_s=1e12)
+    engine.add(make_request("a", [1] * 6, max_tokens=9, priority=1))
+    engine.step()
+    engine.core.yield_place(RequestId("a"))
+    engine.add(make_request("b", [2] * 6, max_tokens=9))
+    batch = engine.core.scheduler.schedule(engine.tick(), lambda sequence: sequence.request.request_id == "a")
+    assert batch is not None
+    assert [item.sequence.request.request_id for item in batch.items] == ["a"]

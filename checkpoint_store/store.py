@@ -3,6 +3,7 @@
 Thread-safe, no asyncio. This file keeps the catalogue, trust in files and the measures; DRAM is `dram.py`'s.
 """
 
+import contextlib
 import shutil
 import threading
 import time
@@ -172,10 +173,12 @@ class CheckpointStore:
         return room
 
     def give_up(self, room: Room) -> None:
-        """End a promise: the import is over, and what it brought is counted as a checkpoint. Idempotent."""
-        with self._room_lock:
-            if room in self._rooms:
-                self._rooms.remove(room)
+        """End a promise: the import is over, and what it brought is counted as a checkpoint. Idempotent.
+
+        Never waits for a `reserve` that makes room: one event loop calls this.
+        """
+        with contextlib.suppress(ValueError):
+            self._rooms.remove(room)
 
     def is_remote(self, digest: Digest) -> bool:
         """True when the weights are not here but can be fetched from their source again: import it, then acquire."""

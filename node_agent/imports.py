@@ -194,11 +194,19 @@ class Imports:
 
     async def _make_room(self, process: ImportProcess, num_bytes: Bytes, rooms: list[Room]) -> None:
         answer: dict[str, Any] = {}
+        promising = asyncio.create_task(asyncio.to_thread(self._store.reserve, num_bytes))
         try:
-            rooms.append(await asyncio.to_thread(self._store.reserve, num_bytes))
+            rooms.append(await asyncio.shield(promising))
+        except asyncio.CancelledError:
+            promising.add_done_callback(self._unwanted)  # the thread goes on: its promise would stand for ever
+            raise
         except NearlineError as error:
             answer = {"error": to_plain(ErrorInfo.of(error))}
         await process.answer(answer)
+
+    def _unwanted(self, done: "asyncio.Task[Room]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._store.give_up(done.result())
 
     def _tell(self, job: _Job, message: Callable[[TaskId], object]) -> None:
         for task_id in job.tasks:

@@ -39,6 +39,7 @@ class Registrar:
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._changes: set[asyncio.Task[Event]] = set()
+        self._turn = asyncio.Lock()
 
     def check(self, door: Door, body: ModelBody | AdapterBody) -> None:
         """Refuse before anything is read. Raises InvalidRequest, NameTaken, ModelNotFound."""
@@ -92,10 +93,15 @@ class Registrar:
         return await self._complete(_remove_adapter(door, name))
 
     async def _complete(self, change: Coroutine[Any, Any, Event]) -> Event:
-        task = asyncio.create_task(change)
+        task = asyncio.create_task(self._in_turn(change))
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
+
+    async def _in_turn(self, change: Coroutine[Any, Any, Event]) -> Event:
+        """One change after the other: a setting changed while its model is removed must not bring it back."""
+        async with self._turn:
+            return await change
 
 
 async def _keeping_bytes(door: Door, change: Coroutine[Any, Any, Event]) -> Event:

@@ -26,7 +26,8 @@ class AdapterMemory:
 
     def __init__(self) -> None:
         self._spares: list[mmap.mmap] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Of a kind that a thread may take twice: collecting garbage under it may give a piece back."""
 
     def take(self, num_bytes: Bytes) -> Tensor:
         """Lend at least `num_bytes`, uint8, on a page boundary; the content is anything."""

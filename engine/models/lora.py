@@ -162,7 +162,8 @@ class AdapterPool:
 
     def heads(self, digests: Sequence[Digest | None]) -> HeadPlan | None:
         """Plan the heads of rows of logits, each of its own adapter (None: the base); None if all are the base's."""
-        if not any(adapter.head is not None for adapter in self._adapters.values()):
+        here = list(self._adapters.values())  # in one go: the reader's thread adds others meanwhile
+        if not any(adapter.head is not None for adapter in here):
             return None
         runs: list[_Rows] = []
         for row, digest in enumerate(digests):
@@ -192,7 +193,7 @@ class AdapterPool:
 
     @property
     def num_bytes(self) -> Bytes:
-        return sum(adapter.num_bytes for adapter in self._adapters.values())
+        return sum(adapter.num_bytes for adapter in list(self._adapters.values()))
 
 
 def _targets(rows: Sequence[_Rows], layer: int, columns: Sequence[tuple[str, int, int]]) -> list[_Target]:

@@ -75,6 +75,10 @@ class NodeHttp:
 
     async def _get_chunk(self, request: web.Request) -> web.StreamResponse:
         manifest, directory = self._find(request)
+        if self._store.is_remote(manifest.digest):
+            raise NotFound(
+                f"checkpoint {manifest.digest} was evicted from this node's SSD; ask another node for chunks"
+            )
         text = request.match_info["index"]
         index = int(text) if re.fullmatch(r"\d{1,9}", text) else len(manifest.chunk_digests)
         if index >= len(manifest.chunk_digests):

@@ -186,7 +186,7 @@ class Imports:
             if "needs_bytes" in said:
                 await self._make_room(process, said["needs_bytes"], rooms)
             elif "phase" in said:
-                if said["phase"] == "writing" and rooms:
+                if said["phase"] in ("writing", "copying") and rooms:
                     rooms[-1].written_bytes = said["done_bytes"]
                 for task_id in job.tasks:
                     self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))

@@ -122,21 +122,9 @@ def digest(steps: Iterable[tuple[Seconds, Event, list[Action]]]) -> str:
     return total.hexdigest()
 
 
-def concerning(
-    request_id: RequestId, steps: Iterable[tuple[Seconds, Event, list[Action]]]
-) -> Iterator[tuple[Seconds, Event | Action]]:
-    """Pick what concerns one request: its own events and actions, and what happened to instances it was sent to.
-
-    Starts and stops are listed while it waits, since they are what it waits for.
-    """
-    concern = Concern(request_id)
-    for now, event, actions in steps:
-        for item in concern.of(event, actions):
-            yield now, item
-
-
 class Concern:
-    """What of each step concerns one request: fed step by step, in order."""
+    """What of each step concerns one request: its own events and actions, and what happened to instances it was sent
+    to; starts and stops while it waits, since they are what it waits for. Fed step by step, in order."""
 
     def __init__(self, request_id: RequestId) -> None:
         self._request_id = request_id

@@ -10,7 +10,7 @@ import pytest
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
-from nearline.controller.journal import JournalWriter, concerning, digest, read, replay
+from nearline.controller.journal import Concern, JournalWriter, digest, read, replay
 from nearline.controller.replay import main
 from nearline.protocol import RequestId, SloClass, WireError
 from tests.controller.fleets import MAX_RUNNING, World, report, slo, world
@@ -105,7 +105,8 @@ def test_the_story_of_a_request_names_what_it_waited_for(tmp_path: Path) -> None
     w.arrive("noise", "b")
     w.finish("mine")
     w.finish("noise")
-    items = [item for _, item in concerning(RequestId("mine"), replay(written(tmp_path, w)))]
+    concern = Concern(RequestId("mine"))
+    items = [item for _, event, actions in replay(written(tmp_path, w)) for item in concern.of(event, actions)]
     kinds = [type(item).__name__ for item in items if not isinstance(item, happened.InstanceChanged)]
     assert kinds[:4] == ["RequestArrived", "StopInstance", "EnsureInstance", "Dispatch"]
     assert kinds[-1] == "SequenceEnded"

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prewarm", type=int, metavar="N", help="idle engine processes kept per device (default: slots, at most 2)")
     add("--kv-bytes", type=_size, metavar="SIZE", help="KV caches of all instances of a device (default: 1/8 of RAM)")
     add("--max-running", type=int, default=32, help="sequences decoded at once per instance")
-    add("--hang-timeout", type=float, default=30.0, metavar="S", help="kill engines silent for this and long steps (30)")
+    add("--hang-timeout", type=float, default=30.0, metavar="S", help="kill engines silent for this and long steps")
     add("--engine-policy", choices=POLICIES, help="in which order an engine's sequences run (default: fcfs)")
     add("--tpot-ms", type=float, metavar="MS", help="target between tokens for which prompts are cut (default: 100)")
     add("--merge", choices=MERGES, help="run adapters on weights they are merged into (default: never)")

@@ -17,7 +17,7 @@ def registered_routes() -> set[tuple[str, str]]:
     """(method, path) of every route a person may call, with `{name:.+}` written as `{name}`."""
     routes = set()
     for path in (ROOT / "controller" / "http").glob("*.py"):
-        for method, route in re.findall(r'web\.(get|post|delete|put)\(\s*f?"([^"]+)"', path.read_text()):
+        for method, route in re.findall(r'web\.(get|post|delete|put|patch)\(\s*f?"([^"]+)"', path.read_text()):
             plain = re.sub(r"\{(\w+):[^}]+\}", r"{\1}", route)
             if plain == "/admin/{kind}":
                 routes |= {("GET", f"/admin/{kind}") for kind in ("instances", "nodes", "queues")}
@@ -28,7 +28,7 @@ def registered_routes() -> set[tuple[str, str]]:
 
 def test_every_route_is_documented_and_every_documented_route_exists() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
-    documented = set(re.findall(r"`(GET|POST|DELETE|PUT) (/[^`]*)`", text))
+    documented = set(re.findall(r"`(GET|POST|DELETE|PUT|PATCH) (/[^`]*)`", text))
     assert documented == registered_routes()
 
 

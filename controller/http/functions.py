@@ -11,7 +11,7 @@ from aiohttp import web
 from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
-from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt
+from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt, wish_of
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, caller_of, door_of, tenant_of
 from nearline.controller.http.replies import reply
@@ -98,7 +98,7 @@ async def _submit(request: web.Request, name: str, data: bytes) -> web.StreamRes
         endpoint="function",
         model=name,
         body={**json.loads(data), "stream": False},
-        deadline_s=body.deadline_s or 86_400.0,
+        deadline_s=wish_of(body).deadline_s or 86_400.0,
         idempotency_key=idempotency_key(request),
     )
     return await accepted(request, await door.jobs.submit(job_request))

@@ -97,6 +97,7 @@ class BoundInstance:
             raise
         except Exception as error:
             log.exception("a step of %d sequences failed", len(batch.items))
+            self.core.scheduler.forget_moves(batch)
             return self.core.fail([i.sequence.request.request_id for i in batch.items], ErrorInfo.of(error), clock())
         now = clock()
         if is_read:

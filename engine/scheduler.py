@@ -92,6 +92,14 @@ class Scheduler:
         self._policy.leave(sequence)
         sequence.state = SequenceState.FINISHED
 
+    def forget_moves(self, batch: Batch) -> None:
+        """Take in that a step failed, so that its moves to the host may not have been made: who gave its blocks up
+        for them computes again."""
+        hosts = [host for _, host in batch.swap_outs]
+        for sequence in self._waiting:
+            if any(host in hosts for host in sequence.host_table):
+                self.host.drop(sequence)
+
     @property
     def num_spare(self) -> int:
         """Blocks that no running sequence will ever need."""

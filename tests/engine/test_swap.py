@@ -9,6 +9,7 @@ from nearline.engine.block_manager import BlockManager
 from nearline.engine.sequence import Sequence
 from nearline.engine.swap import HostArea
 from nearline.protocol import RequestId
+from nearline.protocol.errors import ErrorInfo
 from tests.engine.fake_engine import Engine, info, make_request, solo
 from tests.engine.timed_engine import LAW
 
@@ -124,3 +125,22 @@ def test_nobody_gives_way_to_one_whose_turn_it_is_not() -> None:
     batch = engine.core.scheduler.schedule(engine.tick(), lambda sequence: sequence.request.request_id == "a")
     assert batch is not None
     assert [item.sequence.request.request_id for item in batch.items] == ["a"]
+
+
+def test_who_went_out_in_a_step_that_failed_computes_again() -> None:
+    engine = Engine(num_blocks=10, future_share=0.0, max_step_tokens=16, num_host_blocks=20, copy_bytes_per_s=1e12)
+    requests = [make_request(name, [1 + i] * 6, max_tokens=14, ignore_eos=True) for i, name in enumerate("abcdef")]
+    for request in requests:
+        engine.add(request)
+    batch = engine.core.schedule(engine.tick())
+    while batch is not None and not batch.swap_outs:
+        engine.note(engine.core.commit(batch, engine.device.run(batch), engine.tick()))
+        batch = engine.core.schedule(engine.tick())
+    assert batch is not None
+    engine.core.scheduler.forget_moves(batch)
+    failed = [item.sequence.request.request_id for item in batch.items]
+    engine.core.fail(failed, ErrorInfo("internal_error", "no memory"), engine.tick())
+    engine.core.check()
+    engine.drain()
+    rest = [request for request in requests if request.request_id not in failed]
+    assert all(engine.outputs[f"{request.request_id}#1"] == solo(request) for request in rest)

@@ -173,14 +173,11 @@ class CapacityDesk:
         return 0.0 if running and can_yield else self._config.swap_drain_s
 
     def _is_patient(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> bool:
-        """Wait for a slot near the bytes if that is sooner: up to the model's wait bound, and where every other slot
-        would have to be freed first, up to some more of them."""
+        """Wait for a slot near the bytes if that is sooner, but never beyond some of the model's wait bounds."""
         max_wait_s = self._max_wait_s(model)
         if model.starved_since is None or now >= model.starved_since + patience.PATIENCE * max_wait_s:
             return False
         bound_at, config = model.starved_since + max_wait_s, self._config
-        if now >= bound_at and not found.leaving:
-            return False
         free_at = partial(patience.free_at, now=now, config=config, max_wait_s=max_wait_s, bound_at=bound_at)
         soon = self._choices.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
         if soon is None:

@@ -3,8 +3,8 @@
 Starting at once on any node that has a slot looks soonest to each model by itself. But every read from disk pushes
 other models' bytes out of that node's DRAM and makes the next reads queue, so a fleet that never waits works from disk
 although its DRAM could hold everything. Waiting is worth it while a slot on a node that has the bytes in DRAM should
-come free early enough to start sooner there. It ends after a wait bound where another place stands free, and after
-`PATIENCE` of them in any case.
+come free early enough to start sooner there. It ends after `PATIENCE` wait bounds: ending it after one where another
+place stands free cost up to 18 points of attainment (benchmarks/evidence/composed.py, three seeds).
 Source: [serverlessllm] compares nodes by start-up time only; our own simulation (benchmarks/evidence/placement.md).
 """
 

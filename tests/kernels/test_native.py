@@ -226,7 +226,11 @@ def test_attention_refuses_meta_that_points_outside(damage: str) -> None:
 def test_layouts_the_loops_cannot_read_are_declined() -> None:
     x = torch.randn(4, 8)
     assert native.linear(x.T.contiguous().T, torch.randn(3, 8), None, None) is None
-    assert native.linear(x, torch.randn(8, 3).T, None, None) is None
+    assert native.linear(x, torch.randn(3, 16)[:, ::2], None, None) is None
+    assert native.linear(x, torch.randn(3, 9)[:, :8], None, None) is None
+    assert native.linear(x, torch.randn(8, 4)[:, :3].T, None, None) is None
+    assert native.linear(x, torch.randn(1, 8).expand(3, 8), None, None) is None
+    assert native.linear(x, torch.randn(8, 3).T, torch.randn(6)[::2], None) is None
     assert native.rms_norm(x.double(), torch.ones(8), 1e-5) is None
     p = paged_problem([(1, 3)], heads=(2, 1, 12))
     assert native.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 1.0) is None

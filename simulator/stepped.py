@@ -1,7 +1,6 @@
 """An engine in virtual time that is the engine's own mind: its scheduler, its KV blocks, its preemptions."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from nearline.controller.events import FirstToken, SequenceEnded
 from nearline.engine import Batch, EngineConfig, EngineCore, SampledToken
@@ -33,18 +32,16 @@ def stepped(ports: EnginePorts, machine: Machine, steps: StepTimeModel, digest: 
 class SteppedEngine:
     """The engine's own mind: schedule, let the step's time pass, commit. Tokens are made up, their number is true."""
 
-    def __init__(
-        self, ports: EnginePorts, cost: CostModel, steps: StepTimeModel, digest: Digest, **settings: Any
-    ) -> None:
+    def __init__(self, ports: EnginePorts, cost: CostModel, steps: StepTimeModel, digest: Digest) -> None:
         self._ports, self._steps, self._cost = ports, steps, cost
-        limits = {
-            "num_blocks": -(-cost.kv_tokens // _BLOCK_SIZE),
-            "block_size": _BLOCK_SIZE,
-            "max_running": cost.max_running,
-            "max_step_tokens": cost.max_step_tokens,
-            "step_time": steps,
-        }
-        self.core = EngineCore(_checkpoint(digest), EngineConfig(**{**limits, **settings}))
+        config = EngineConfig(
+            num_blocks=-(-cost.kv_tokens // _BLOCK_SIZE),
+            block_size=_BLOCK_SIZE,
+            max_running=cost.max_running,
+            max_step_tokens=cost.max_step_tokens,
+            step_time=steps,
+        )
+        self.core = EngineCore(_checkpoint(digest), config)
         self._is_open = self._is_stepping = False
         self._sequences: dict[RequestId, SimulatedSequence] = {}
         self._num_prompts = 0

@@ -10,16 +10,7 @@ from rich.table import Table
 from nearline.client.blocking import Client
 from nearline.client.commands.bulk import add_adapters
 from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
-from nearline.client.commands.settings import (
-    KeepAlive,
-    KeepAliveMin,
-    MaxReplicas,
-    MinReplicas,
-    SloClass,
-    TpotMs,
-    TtftMs,
-    given,
-)
+from nearline.client.commands.settings import given, with_settings
 from nearline.protocol.errors import CheckpointCorrupt, NearlineError
 
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
@@ -38,16 +29,11 @@ Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, an http(
 
 
 @model.command("add")
+@with_settings
 def add_model(
     name: Name,
     source: Source,
-    keep_alive: KeepAlive = None,
-    keep_alive_min: KeepAliveMin = None,
-    min_replicas: MinReplicas = None,
-    max_replicas: MaxReplicas = None,
-    slo: SloClass = None,
-    ttft_ms: TtftMs = None,
-    tpot_ms: TpotMs = None,
+    settings: dict[str, Any],
     no_convert: Annotated[bool, typer.Option("--no-convert", help="Serve a local safetensors file as it is.")] = False,
     quantize: Quantize = None,
     replace: Replace = False,
@@ -56,10 +42,6 @@ def add_model(
     as_json: Json = False,
 ) -> None:
     """Import a model into the store and make it callable."""
-    settings = given(
-        keep_alive_s=keep_alive, keep_alive_min_s=keep_alive_min, min_replicas=min_replicas, max_replicas=max_replicas,
-        slo=slo, ttft_ms=ttft_ms, tpot_ms=tpot_ms,
-    )  # fmt: skip
     where = f"as-is:{absolute(source)}" if no_convert else absolute(source)
     body = {"name": name, "source": where, "replace": replace, **settings, **given(quantize=quantize)}
     with connected(url, api_key, as_json) as client:
@@ -138,7 +120,7 @@ def show_phase(progress: Progress, tasks: dict[str, TaskID], event: dict[str, An
 
 def absolute(source: str) -> str:
     """A local path as the server sees it; hub: and URL sources stay as they are."""
-    if "://" in source or source.startswith("hub:"):
+    if "://" in source or source.startswith(("hub:", "file:/")):
         return source
     return str(Path(source).expanduser().resolve())
 

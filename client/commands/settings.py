@@ -1,5 +1,9 @@
-"""`nearline model set`: what a registered model's requests are promised, and how long and how often it runs."""
+"""A model's settings as options (promises, keep-alive, replicas), and `nearline model set`, which changes them."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -7,19 +11,42 @@ import typer
 from nearline.client.commands.options import ApiKey, Json, Url, connected, console, fail, print_json
 from nearline.protocol.errors import InvalidRequest
 
-KeepAlive = Annotated[
-    float | None, typer.Option(help="Seconds an idle instance stays up; negative: for ever (default 300).")
-]
-KeepAliveMin = Annotated[
-    float | None, typer.Option(help="Learn the keep-alive from the model's own calls, from this up to --keep-alive.")
-]
-MinReplicas = Annotated[int | None, typer.Option(help="Instances kept even when idle.")]
-MaxReplicas = Annotated[int | None, typer.Option(help="Instances at most.")]
-SloClass = Annotated[
-    str | None, typer.Option("--slo", help="Class of requests that name none: interactive, batch-1m or batch-1h.")
-]
-TtftMs = Annotated[float | None, typer.Option(help="Milliseconds to the first token that they are promised.")]
-TpotMs = Annotated[float | None, typer.Option(help="Milliseconds per further token that they are promised.")]
+OPTIONS: dict[str, Any] = {
+    "keep_alive_s": Annotated[
+        float | None,
+        typer.Option("--keep-alive", help="Seconds an idle instance stays up; negative: for ever (default 300)."),
+    ],
+    "keep_alive_min_s": Annotated[
+        float | None,
+        typer.Option(
+            "--keep-alive-min", help="Learn the keep-alive from the model's own calls, from this up to --keep-alive."
+        ),
+    ],
+    "min_replicas": Annotated[int | None, typer.Option(help="Instances kept even when idle.")],
+    "max_replicas": Annotated[int | None, typer.Option(help="Instances at most.")],
+    "slo": Annotated[
+        str | None, typer.Option(help="Class of requests that name none: interactive, batch-1m or batch-1h.")
+    ],
+    "ttft_ms": Annotated[float | None, typer.Option(help="Milliseconds to the first token that they are promised.")],
+    "tpot_ms": Annotated[float | None, typer.Option(help="Milliseconds per further token that they are promised.")],
+    "deadline_ms": Annotated[float | None, typer.Option(help="Milliseconds to the last token that they are promised.")],
+}
+"""By the API's names. Every verb that sets them takes them from here."""
+
+
+class Clearable(StrEnum):
+    """What a model may be without, as its option is written."""
+
+    SLO = "slo"
+    TTFT_MS = "ttft-ms"
+    TPOT_MS = "tpot-ms"
+    DEADLINE_MS = "deadline-ms"
+    KEEP_ALIVE_MIN = "keep-alive-min"
+
+    @property
+    def setting(self) -> str:
+        """The API's name."""
+        return "keep_alive_min_s" if self is Clearable.KEEP_ALIVE_MIN else self.value.replace("-", "_")
 
 
 def given(**settings: Any) -> dict[str, Any]:
@@ -27,29 +54,43 @@ def given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
+def with_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb OPTIONS after its arguments; it gets those that were named as its parameter `settings`."""
+    own = [p for p in inspect.signature(verb).parameters.values() if p.name != "settings"]
+    first = sum(p.default is p.empty for p in own)
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+               for name, option in OPTIONS.items()]  # fmt: skip
+    named = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own[:first], *options, *own[first:])]
+
+    @functools.wraps(verb)
+    def run(**values: Any) -> None:
+        settings = given(**{name: values.pop(name) for name in OPTIONS})
+        verb(settings=settings, **values)
+
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in named}
+    return run
+
+
+@with_settings
 def set_model(
     name: Annotated[str, typer.Argument(help="The registered model.")],
-    keep_alive: KeepAlive = None,
-    keep_alive_min: KeepAliveMin = None,
-    min_replicas: MinReplicas = None,
-    max_replicas: MaxReplicas = None,
-    slo: SloClass = None,
-    ttft_ms: TtftMs = None,
-    tpot_ms: TpotMs = None,
+    settings: dict[str, Any],
+    clear: Annotated[
+        list[Clearable] | None, typer.Option(help="Take a promise or the learned keep-alive away; repeatable.")
+    ] = None,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
     """Change settings of a registered model; what runs goes on."""
-    settings = given(
-        keep_alive_s=keep_alive, keep_alive_min_s=keep_alive_min, min_replicas=min_replicas, max_replicas=max_replicas,
-        slo=slo, ttft_ms=ttft_ms, tpot_ms=tpot_ms,
-    )  # fmt: skip
-    if not settings:
+    changes = settings | {one.setting: None for one in clear or ()}
+    if not changes:
         fail(InvalidRequest("nothing to change; see `nearline model set --help`"), as_json)
     with connected(url, api_key, as_json) as client:
-        changed = client.admin.change(name, settings)
+        changed = client.admin.change(name, changes)
         if as_json:
             print_json(changed)
         else:
-            console.print(f"[green]✓[/] {name}: {', '.join(f'{key} = {value}' for key, value in settings.items())}")
+            said = [f"{key} = {'none' if value is None else value}" for key, value in changes.items()]
+            console.print(f"[green]✓[/] {name}: {', '.join(said)}")

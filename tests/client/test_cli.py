@@ -83,6 +83,24 @@ def test_a_relative_source_is_sent_as_the_server_sees_it(server: Server, tmp_pat
     assert json.loads(server.seen[0][3])["source"] == str(source)
 
 
+def test_a_models_promises_are_made_changed_and_taken_away(server: Server, tmp_path: Path) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ROW, status=201 if request.method == "POST" else 200)
+
+    server.handler = answer
+    nearline("model", "add", "m", str(tmp_path), "--deadline-ms", "900", "--slo", "batch-1m", "--json", url=server.url)
+    changed = ("--ttft-ms", "500", "--keep-alive", "-1", "--clear", "deadline-ms", "--clear", "keep-alive-min")
+    shown = nearline("model", "set", "m", *changed, url=server.url)
+    assert shown.returncode == 0, shown.stderr
+    assert "deadline_ms = none" in shown.stdout
+    made, patched = (json.loads(seen[3]) for seen in server.seen)
+    assert made == {
+        "name": "m", "source": str(tmp_path), "replace": False, "slo": "batch-1m", "deadline_ms": 900,
+    }  # fmt: skip
+    assert patched == {"ttft_ms": 500, "keep_alive_s": -1, "deadline_ms": None, "keep_alive_min_s": None}
+    assert "nothing to change" in nearline("model", "set", "m", url=server.url).stderr
+
+
 def test_a_job_that_failed_makes_wait_fail(server: Server) -> None:
     async def failed(request: web.Request) -> web.StreamResponse:
         error = {"message": "no such luck", "code": "instance_failed"}

@@ -30,6 +30,7 @@ from nearline.protocol import (
     SequenceTimings,
     SequenceUpdate,
     StepTimeModel,
+    StepWork,
 )
 from nearline.protocol.errors import ErrorInfo
 
@@ -64,6 +65,16 @@ class EngineCore:
     def load(self) -> EngineLoad:
         used = self.blocks.num_used * self.config.block_size
         return EngineLoad(len(self.scheduler.running), len(self.scheduler.waiting), used)
+
+    @property
+    def longest_step_s(self) -> Seconds:
+        """Predict the longest step there can be: as many as may run decode all there is room for, beside the last
+        chunk of the longest prompt, or beside whole prompts if they are not cut."""
+        room = self.config.kv_tokens
+        context = min(self.checkpoint.max_context_tokens, room)
+        tokens = room if self.config.max_step_tokens is None else min(self.config.max_step_tokens, room)
+        squares = tokens * (2 * context - min(tokens, context))
+        return self.pace.model.step_s(StepWork(tokens, squares, self.config.max_running, room))
 
     def add(
         self,

@@ -180,7 +180,7 @@ class EngineServer:
             case UnloadAdapter(digest) if self._instance:
                 self._instance.core.unload_adapter(digest)
             case Ping(number):
-                self._link.send(Pong(number))
+                self._link.send(Pong(number, self._instance.core.longest_step_s if self._instance else 0.0))
             case ProfileInstance():
                 self._start_profile(message)
             case CancelImport(task_id):
@@ -239,9 +239,10 @@ class EngineServer:
             self._link.send(BindFailed(bind.spec.instance_id, ErrorInfo.of(error)))
             return
         self._last_model = bind.spec.model_id
-        kv_tokens = self._instance.core.config.kv_tokens
+        core = self._instance.core
+        kv_tokens = core.config.kv_tokens
         log.info("bound %s in %.1f ms, KV cache of %d tokens", bind.spec.instance_id, 1e3 * bind_s, kv_tokens)
-        self._link.send(Bound(bind.spec.instance_id, bind_s, kv_tokens))
+        self._link.send(Bound(bind.spec.instance_id, bind_s, kv_tokens, core.longest_step_s))
 
     def _unbind(self) -> None:
         if self._instance is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import structlog
 
-from nearline.node_agent.pulse import Pulse, Verdict
+from nearline.node_agent.pulse import Pulse, Verdict, patience_s
 from nearline.node_agent.types import EngineId
 from nearline.protocol import InstanceId, Seconds
 from nearline.protocol.frames import Ping
@@ -28,8 +28,8 @@ class Heartbeat:
         self._hung = hung
         self._least_s = least_s
         self._pulses: dict[EngineId, Pulse] = {}
-        self._waiting: dict[InstanceId, tuple[EngineId, Seconds]] = {}
-        self._bound: dict[InstanceId, None] = {}
+        self._waiting: dict[InstanceId, EngineId] = {}
+        self._bound: dict[InstanceId, Seconds] = {}
         self._filled: dict[InstanceId, None] = {}
 
     async def run(self) -> None:
@@ -50,13 +50,14 @@ class Heartbeat:
         """Watch a process that serves nobody."""
         self._pulses.setdefault(engine_id, Pulse()).watch(self._least_s)
 
-    def binding(self, engine_id: EngineId, instance_id: InstanceId, patience_s: Seconds) -> None:
-        """Leave a process alone while it becomes an instance, and remember how patient to be afterwards."""
+    def binding(self, engine_id: EngineId, instance_id: InstanceId) -> None:
+        """Leave a process alone while it becomes an instance."""
         self.busy(engine_id)
-        self._waiting[instance_id] = (engine_id, patience_s)
+        self._waiting[instance_id] = engine_id
 
-    def bound(self, instance_id: InstanceId) -> None:
-        self._bound[instance_id] = None
+    def bound(self, instance_id: InstanceId, longest_step_s: Seconds) -> None:
+        """Note that an instance may be sent requests, and how long its steps may take."""
+        self._bound[instance_id] = patience_s(longest_step_s, self._least_s)
         self._begin(instance_id)
 
     def filled(self, instance_id: InstanceId) -> None:
@@ -68,9 +69,10 @@ class Heartbeat:
         """Leave a process alone that binds or unbinds."""
         self._pulses.setdefault(engine_id, Pulse()).rest()
 
-    def answered(self, engine_id: EngineId, number: int) -> None:
+    def answered(self, engine_id: EngineId, number: int, longest_step_s: Seconds) -> None:
+        """Take in a sign of life, and how long the process's steps may take by now."""
         if engine_id in self._pulses:
-            self._pulses[engine_id].answered(number)
+            self._pulses[engine_id].answered(number, patience_s(longest_step_s, self._least_s))
 
     def gone(self, engine_id: EngineId) -> None:
         """Forget a process that has ended or is ending."""
@@ -80,11 +82,12 @@ class Heartbeat:
         """Forget an instance. One that still serves has all its bytes, or nobody would let go of the frames."""
         if instance_id in self._bound:
             self.filled(instance_id)
-        for book in (self._waiting, self._bound, self._filled):
-            book.pop(instance_id, None)
+        self._waiting.pop(instance_id, None)
+        self._bound.pop(instance_id, None)
+        self._filled.pop(instance_id, None)
 
     def _begin(self, instance_id: InstanceId) -> None:
         if instance_id in self._waiting and instance_id in self._bound and instance_id in self._filled:
-            engine_id, patience_s = self._waiting.pop(instance_id)
+            engine_id = self._waiting.pop(instance_id)
             if engine_id in self._pulses:
-                self._pulses[engine_id].watch(patience_s)
+                self._pulses[engine_id].watch(self._bound[instance_id])

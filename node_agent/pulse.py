@@ -2,12 +2,11 @@
 
 from enum import StrEnum
 
-from nearline.protocol import CheckpointInfo, Seconds, StepProfile, StepTimeModel
+from nearline.protocol import Seconds
 
 LEAST_LOOKS = 3
 """Looks at an unanswered question before it counts: an agent that was itself asleep has not read the answer yet."""
-_STEP_TOKENS = 512
-_FACTOR, _WHOLE_FACTOR = 10.0, 2.0
+_FACTOR = 10.0
 
 
 class Verdict(StrEnum):
@@ -33,10 +32,10 @@ class Pulse:
         """Expect none: it may be busy for long, and somebody else knows for how long at most."""
         self._patience_s = self._asked_at = None
 
-    def answered(self, number: int) -> None:
-        """Take in an answer; one to an older question says nothing about now."""
-        if number == self.number:
-            self._asked_at = None
+    def answered(self, number: int, patience_s: Seconds) -> None:
+        """Take in an answer, and how patient to be from now on; one to an older question says nothing about now."""
+        if number == self.number and self._patience_s is not None:
+            self._asked_at, self._patience_s = None, patience_s
 
     def look(self, now: Seconds) -> Verdict:
         """Decide what to do about the process now."""
@@ -51,11 +50,6 @@ class Pulse:
         return Verdict.HUNG if is_late else Verdict.FINE
 
 
-def patience_s(checkpoint: CheckpointInfo | None, profile: StepProfile | None, least_s: Seconds) -> Seconds:
-    """How long an engine may be silent: many times its longest step, and never less than `least_s`."""
-    if checkpoint is None:  # deleted meanwhile: it serves its last requests
-        return least_s
-    model = profile.model if profile else StepTimeModel.guess(checkpoint.num_bytes)
-    context = max(_STEP_TOKENS, checkpoint.max_context_tokens)
-    longest_s = model.prefill_s(_STEP_TOKENS, context - _STEP_TOKENS)
-    return max(least_s, _FACTOR * longest_s, _WHOLE_FACTOR * model.prefill_s(context))
+def patience_s(longest_step_s: Seconds, least_s: Seconds) -> Seconds:
+    """How long an engine may be silent: many times the longest step it predicts, and never less than `least_s`."""
+    return max(least_s, _FACTOR * longest_step_s)

@@ -18,7 +18,6 @@ from nearline.node_agent.imports import Imports
 from nearline.node_agent.leases import Leases
 from nearline.node_agent.link import ControllerLink
 from nearline.node_agent.profiles import Profiles, Profiling
-from nearline.node_agent.pulse import patience_s
 from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.supervisor import Supervisor, launches
 from nearline.node_agent.types import EngineId
@@ -51,7 +50,6 @@ class NodeRuntime:
     def __init__(self, config: NodeConfig, hardware: Hardware, store: CheckpointStore, identity: NodeIdentity) -> None:
         self._identity = identity
         self._store = store
-        self._hang_timeout_s = config.hang_timeout_s
         self._local_host = "127.0.0.1"
         self._report_interval_s = FIRST_REPORT_INTERVAL_S
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -236,8 +234,7 @@ class NodeRuntime:
         sizes = (action.kv_bytes, action.max_running, action.num_threads)
         bind = fr.Bind(spec, manifest_path, lease.frames, *sizes, profile=profile)
         self._relay.bind(action.engine_id, spec.instance_id)
-        patient_s = patience_s(self._checkpoint(spec.digest), profile, self._hang_timeout_s)
-        self._heartbeat.binding(action.engine_id, spec.instance_id, patient_s)
+        self._heartbeat.binding(action.engine_id, spec.instance_id)
         self._supervisor.send(action.engine_id, bind)
 
     def _unbind_engine(self, action: act.UnbindEngine) -> None:
@@ -284,13 +281,13 @@ class NodeRuntime:
             case fr.FramesFree():
                 self._leases.release_when_read(frame.instance_id)
             case fr.Pong():
-                self._heartbeat.answered(engine_id, frame.number)
+                self._heartbeat.answered(engine_id, frame.number, frame.longest_step_s)
             case fr.ProfileProgress() | fr.ProfileFinished() | fr.ImportFailed():
                 self._profiling.heard(frame)
                 if isinstance(frame, fr.ProfileFinished):
                     self._send_report()
             case fr.Bound():
-                self._heartbeat.bound(frame.instance_id)
+                self._heartbeat.bound(frame.instance_id, frame.longest_step_s)
                 self._inbox.put_nowait(
                     ev.EngineBound(engine_id, frame.instance_id, frame.bind_s, frame.kv_tokens_total)
                 )

@@ -270,7 +270,10 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
+    """`longest_step_s` is how long a step may take by what the engine has measured (0: it is not bound)."""
+
     number: int
+    longest_step_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +287,14 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Views exist and requests may come; bytes may still be arriving. `bind_s` excludes waiting for bytes."""
+    """Views exist and requests may come; bytes may still be arriving. `bind_s` excludes waiting for bytes.
+
+    `longest_step_s` is how long a step may take, as predicted before the first."""
 
     instance_id: InstanceId
     bind_s: Seconds
     kv_tokens_total: int
+    longest_step_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nearline.engine import EngineConfig, EngineCore
 from nearline.engine.step_budget import MIN_CHUNK
 from nearline.protocol import StepTimeModel
+from tests.engine.fake_engine import info
 from tests.engine.timed_engine import LAW, Job, Served, TimedEngine
 
 STREAMS = [Job(f"s{i}", 0.0, 100, 200) for i in range(4)]
@@ -79,3 +81,24 @@ def test_gaps_are_bounded_whatever_arrives(per_token: float, base: float, tpot_s
     least = law.prefill_s(MIN_CHUNK, 1500) + decode_s
     assert longest_gap(served) <= max(tpot_s, 1.5 * decode_s, least) * 1.001
     assert all(one.tokens for one in served.values())
+
+
+@pytest.mark.parametrize("step_tokens", [512, None])
+def test_no_step_is_longer_than_the_longest_that_was_foretold(step_tokens: int | None) -> None:
+    engine = TimedEngine(max_step_tokens=step_tokens)
+    foretold = engine.core.longest_step_s
+    jobs = [Job(f"long{i}", 0.0, 8000, 100) for i in range(8)]
+    engine.run(*jobs)
+    longest = max(LAW.step_s(batch.work) for _, _, batch in engine.steps)
+    assert longest <= foretold
+    assert foretold < (20 * longest if step_tokens is None else 4.0)
+
+
+def test_a_long_context_does_not_make_the_longest_step_long_and_steps_correct_a_guess() -> None:
+    settings = EngineConfig(num_blocks=8192, max_running=8, step_time=None)
+    large = EngineCore(info(max_context_tokens=131_072, num_bytes=14_000_000_000), settings)
+    assert 10 * large.longest_step_s < 600, "ten of them are minutes"
+    engine = TimedEngine(believed=None)
+    guessed = engine.core.longest_step_s
+    engine.run(*STREAMS, HUGE)
+    assert engine.core.longest_step_s < guessed

@@ -63,11 +63,26 @@ async def test_a_bound_engine_is_asked_only_once_its_bytes_are_there() -> None:
     asked: list[object] = []
     beat = Heartbeat(lambda _, message: asked.append(message), lambda *_: None, least_s=0.02)
     running = asyncio.create_task(beat.run())
-    beat.binding(ENGINE, INSTANCE, 10.0)
-    beat.bound(INSTANCE)
+    beat.binding(ENGINE, INSTANCE)
+    beat.bound(INSTANCE, 1.0)
     await asyncio.sleep(0.05)
     assert asked == []
     beat.filled(INSTANCE)
     await asyncio.sleep(0.05)
     assert asked == [Ping(1)]
+    running.cancel()
+
+
+async def test_patience_follows_what_the_engine_says_of_its_steps() -> None:
+    hung = asyncio.Event()
+    beat = Heartbeat(lambda *_: None, lambda *_: hung.set(), least_s=0.02)
+    running = asyncio.create_task(beat.run())
+    beat.binding(ENGINE, INSTANCE)
+    beat.bound(INSTANCE, 3600.0)
+    beat.filled(INSTANCE)
+    await asyncio.sleep(0.2)
+    assert not hung.is_set(), "it may be silent for ten hours"
+    beat.answered(ENGINE, 1, 0.001)
+    async with asyncio.timeout(10):
+        await hung.wait()
     running.cancel()

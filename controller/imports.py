@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
 import aiohttp
@@ -13,9 +13,10 @@ from nearline.controller.node_link import NodeLinks
 from nearline.controller.policy.imports import copy_place, import_place, peer_urls
 from nearline.controller.state import Fleet, NodeRecord
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, NodeId, TaskId, peer_source
-from nearline.protocol.errors import ErrorInfo, NearlineError, NodeLost, NotFound, Overloaded
+from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, NearlineError, NodeLost, NotFound, Overloaded
 from nearline.protocol.frames import (
     CancelImport,
+    DeleteCheckpoint,
     EvictCheckpoint,
     ImportCheckpoint,
     ImportFailed,
@@ -102,7 +103,21 @@ class Imports:
         async with aclosing(self._follow(node_id, task_id, wish)) as frames:
             async for frame in frames:
                 assert isinstance(frame, (ImportProgress, ImportFinished)), f"{task_id} is a copy"
+                if isinstance(frame, ImportFinished):
+                    self._check_copy(node_id, frame.checkpoint, checkpoint)
                 yield node_id, frame
+
+    def _check_copy(self, node_id: NodeId, found: CheckpointInfo, known: CheckpointInfo) -> None:
+        """Hold what a node has copied against what is known of it: beyond weights and files, peers might say anything.
+
+        Where it was first imported from, and what was lost then, may differ. Raises CheckpointCorrupt.
+        """
+        if replace(found, source=known.source, quantization_error=known.quantization_error) != known:
+            self._links.send(node_id, DeleteCheckpoint(known.digest))
+            raise CheckpointCorrupt(
+                f"node {node_id} got checkpoint {known.digest} with another description than was registered; "
+                "it is removed there, verify the model on the other nodes"
+            )
 
     async def profile(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
         """Measure a checkpoint's steps on the least busy instance of it. Raises Overloaded without a ready instance,

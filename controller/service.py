@@ -75,6 +75,7 @@ async def serve(config: ServiceConfig) -> None:
         runtime, door = _assemble(config, state, lease)
         runner = Runner(create_app(door, runtime.serve_node), shutdown_timeout=1.0, access_log=None)
         await runner.setup()
+        stack.push_async_callback(door.limits.meter.settled)
         # Below the runtime on the stack: when that ends, open streams get its error frame before their sockets close.
         stack.push_async_callback(runner.cleanup)
         await stack.enter_async_context(runtime)

@@ -99,8 +99,9 @@ class TokenMeter:
         task.add_done_callback(self._settling.discard)
 
     async def settled(self) -> None:
-        """Wait for the settlements under way."""
-        await asyncio.gather(*self._settling)
+        """Wait for the settlements under way, and for those that begin meanwhile; the state must be open yet."""
+        while self._settling:
+            await asyncio.gather(*self._settling)
 
     async def _settle(self, keys: tuple[str, ...], args: list[str | int | float]) -> None:
         try:

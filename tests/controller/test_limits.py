@@ -109,3 +109,12 @@ async def test_a_request_larger_than_the_limit_goes_alone(state: State) -> None:
     await limits.reserve(state, ACME, 5000)
     with pytest.raises(RateLimited):
         await limits.reserve(state, ACME, 1)
+
+
+async def test_a_door_that_closes_waits_for_what_is_being_given_back(state: State, valkey: Valkey, prefix: str) -> None:
+    closing, limits = State(valkey.url, prefix), Limits.of(["acme=0:0:1000"])
+    for _ in range(5):
+        (await limits.reserve(closing, ACME, 200)).settle(0)
+    await limits.meter.settled()
+    await closing.close()
+    await limits.reserve(state, ACME, 1000)

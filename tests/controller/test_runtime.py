@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,6 +21,7 @@ from nearline.protocol import (
     FinishReason,
     InstanceState,
     ModelId,
+    NodeId,
     Request,
     RequestId,
     SamplingParams,
@@ -26,6 +29,7 @@ from nearline.protocol import (
     Tier,
 )
 from nearline.protocol.errors import (
+    CheckpointCorrupt,
     ErrorInfo,
     InstanceFailed,
     InvalidRequest,
@@ -234,6 +238,27 @@ async def test_an_import_reports_progress_and_its_end_or_its_error(fleet: Fleet)
         await answer(ImportFailed(task_id(), ErrorInfo.of(StorageFull("disk full"))))
         with pytest.raises(StorageFull):
             await failing
+
+
+async def test_a_copy_that_describes_itself_otherwise_is_removed(
+    fleet: Fleet,
+) -> None:
+    known = checkpoint("digest-of-a")
+    settings: dict[str, Any] = {"source": "/elsewhere"}
+    async with fleet.agent() as holder, FakeAgent(fleet.url, report("n2", 1, []), TOKEN) as agent:
+        await eventually(lambda: None not in (holder.welcome, agent.welcome))
+        for lie in ({}, {"eos_token_ids": (9,)}):
+            agent.received.clear()
+            copied = asyncio.ensure_future(anext(fleet.runtime.copy_checkpoint(known, NodeId("n2"))))
+            await eventually(lambda: any(isinstance(f, ImportCheckpoint) for f in agent.received))
+            task_id = next(f.task_id for f in agent.received if isinstance(f, ImportCheckpoint))
+            await agent.send(ImportFinished(task_id, replace(known, **settings | lie)))
+            if not lie:
+                await copied
+                continue
+            with pytest.raises(CheckpointCorrupt, match="n2 got checkpoint"):
+                await copied
+            await eventually(lambda: DeleteCheckpoint(known.digest) in agent.received)
 
 
 async def test_an_import_whose_caller_leaves_is_cancelled_and_one_whose_node_leaves_fails(fleet: Fleet) -> None:

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
 from nearline.checkpoint_store.adapter_modules import EMBEDDING, HEAD, AdapterModule
 from nearline.checkpoint_store.convert_types import Block, DraftTensor
-from nearline.checkpoint_store.numbers import DTYPES, Floats, finite_blocks, to_dtype
+from nearline.checkpoint_store.numbers import DTYPES, Floats, finite_blocks, floats_of, to_dtype
 from nearline.checkpoint_store.safetensors_file import StoredTensor
 from nearline.protocol import DecoderSpec
 from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
@@ -65,8 +63,4 @@ def _are_equal(table: StoredTensor, of_base: StoredTensor, dtype: str) -> bool:
 def _numbers(tensor: StoredTensor) -> Iterator[Floats]:
     """Read a tensor's numbers block by block."""
     for block in finite_blocks(tensor):
-        if tensor.entry.dtype == "BF16":
-            yield (np.frombuffer(block, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            stored = np.float16 if tensor.entry.dtype == "F16" else np.float32
-            yield np.frombuffer(block, stored).astype(np.float32)
+        yield floats_of(block, tensor.entry.dtype)

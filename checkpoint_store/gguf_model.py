@@ -22,6 +22,7 @@ from nearline.checkpoint_store.convert_types import Draft, DraftTensor, Reporter
 from nearline.checkpoint_store.gguf_config import generation_config, gguf_config, gguf_family
 from nearline.checkpoint_store.gguf_file import GgufFile, GgufTensor, read_gguf
 from nearline.checkpoint_store.gguf_tokenizer import tokenizer_files
+from nearline.checkpoint_store.numbers import to_bfloat16
 from nearline.checkpoint_store.safetensors_file import read_blocks
 from nearline.protocol import Bytes, TensorSlot, tensor_slots
 from nearline.protocol.errors import CheckpointCorrupt, UnsupportedCheckpoint
@@ -116,12 +117,6 @@ def gguf_name(name: str) -> str:
         return f"{_TOP[stem]}.{suffix}"
     _, _, layer, rest = stem.split(".", 3)
     return f"blk.{layer}.{_LAYER[rest]}.{suffix}"
-
-
-def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round float32 to the nearest bfloat16, ties to even, as bit patterns. Values must be finite."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _uninterleave(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:

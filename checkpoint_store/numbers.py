@@ -9,6 +9,7 @@ from nearline.checkpoint_store.safetensors_file import StoredTensor
 from nearline.protocol.errors import CheckpointCorrupt
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+Bits16 = np.ndarray[Any, np.dtype[np.uint16]]
 DTYPES: dict[str, tuple[Any, int]] = {
     "BF16": (np.uint16, 0x7F80),
     "F16": (np.uint16, 0x7C00),
@@ -29,14 +30,28 @@ def finite_blocks(tensor: StoredTensor) -> Iterator[memoryview]:
         yield block
 
 
+def to_bfloat16(values: Floats) -> Bits16:
+    """Round float32 to the nearest bfloat16, ties to even, as bit patterns; the largest become infinite. No NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype("<u2")
+
+
+def from_bfloat16(bits: Bits16) -> Floats:
+    """Widen bit patterns of bfloat16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def floats_of(raw: bytes | memoryview, dtype: str) -> Floats:
+    """Widen the bytes of a dtype in DTYPES."""
+    if dtype == "BF16":
+        return from_bfloat16(np.frombuffer(raw, np.uint16))
+    return np.frombuffer(raw, np.float16 if dtype == "F16" else np.float32).astype(np.float32)
+
+
 def read_float32(tensor: StoredTensor) -> Floats:
     """Read a whole tensor of a dtype in DTYPES. Raises CheckpointCorrupt where it is not finite."""
     raw = b"".join(bytes(block) for block in finite_blocks(tensor))
-    if tensor.entry.dtype == "BF16":
-        widened = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
-        return widened.view(np.float32).reshape(tensor.entry.shape)
-    stored = np.frombuffer(raw, np.float16 if tensor.entry.dtype == "F16" else np.float32)
-    return stored.astype(np.float32).reshape(tensor.entry.shape)
+    return floats_of(raw, tensor.entry.dtype).reshape(tensor.entry.shape)
 
 
 def to_dtype(values: Floats, dtype: str) -> bytes | None:
@@ -47,6 +62,5 @@ def to_dtype(values: Floats, dtype: str) -> bytes | None:
         with np.errstate(over="ignore"):
             halves = values.astype("<f2")
         return halves.tobytes() if np.isfinite(halves).all() else None
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype("<u2")
+    rounded = to_bfloat16(values)
     return None if (rounded & 0x7F80 == 0x7F80).any() else rounded.tobytes()

@@ -11,8 +11,8 @@ import numpy as np
 from nearline.checkpoint_store.convert_files import CONFIG_NAME, to_json
 from nearline.checkpoint_store.convert_model import DTYPE_BYTES, DTYPE_NAMES, read_spec
 from nearline.checkpoint_store.convert_types import Block, Draft, DraftTensor
-from nearline.checkpoint_store.numbers import Floats
-from nearline.checkpoint_store.quantize_codes import Bits16, encode
+from nearline.checkpoint_store.numbers import Bits16, Floats, floats_of
+from nearline.checkpoint_store.quantize_codes import encode
 from nearline.protocol import (
     CheckpointInfo,
     QuantFormat,
@@ -88,7 +88,8 @@ class _Matrix:
         """Whole blocks of rows, in float32; a matrix stored the other way round is turned at once."""
         columns = self.draft.shape[1]
         if self.is_turned:
-            whole = _floats(b"".join(bytes(memoryview(block).cast("B")) for block in self.draft.blocks()), self.draft)
+            raw = b"".join(bytes(memoryview(block).cast("B")) for block in self.draft.blocks())
+            whole = floats_of(raw, self.draft.dtype)
             yield from _cut(np.ascontiguousarray(whole.reshape(-1, columns).T))
             return
         rest = bytearray()
@@ -96,10 +97,10 @@ class _Matrix:
         for block in self.draft.blocks():
             rest += memoryview(block).cast("B")
             usable = len(rest) // whole_bytes * whole_bytes
-            yield from _cut(_floats(bytes(memoryview(rest)[:usable]), self.draft).reshape(-1, columns))
+            yield from _cut(floats_of(bytes(memoryview(rest)[:usable]), self.draft.dtype).reshape(-1, columns))
             del rest[:usable]
         if rest:
-            yield _floats(bytes(rest), self.draft).reshape(-1, columns)
+            yield floats_of(bytes(rest), self.draft.dtype).reshape(-1, columns)
 
 
 def quantised(draft: Draft, wanted: QuantFormat) -> Draft:
@@ -158,9 +159,3 @@ def _cut(rows: Floats) -> Iterator[Floats]:
     step = max(_VALUES_AT_ONCE // rows.shape[1] // LANES, 1) * LANES
     for first in range(0, len(rows), step):
         yield rows[first : first + step]
-
-
-def _floats(raw: bytes, draft: DraftTensor) -> Floats:
-    if draft.dtype == "BF16":
-        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(raw, np.float16 if draft.dtype == "F16" else np.float32).astype(np.float32)

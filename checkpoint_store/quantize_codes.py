@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from nearline.checkpoint_store.numbers import Floats
+from nearline.checkpoint_store.numbers import Bits16, Floats, from_bfloat16, to_bfloat16
 from nearline.protocol import QuantFormat
 from nearline.protocol.quantization import LANES
 
 _REFINEMENTS = 2
 """Rounds in which scale and offset are fitted to the codes and the codes chosen anew."""
 Codes = np.ndarray[Any, np.dtype[np.uint8]]
-Bits16 = np.ndarray[Any, np.dtype[np.uint16]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ def encode(values: Floats, wanted: QuantFormat) -> CodedRows:
     shape = num_blocks, LANES, num_groups
     return CodedRows(
         _packed(codes.astype(np.uint8).reshape(num_blocks, LANES, -1), wanted),
-        _narrowed(scales).reshape(shape).swapaxes(1, 2).reshape(num_blocks, -1),
-        None if offsets is None else _narrowed(offsets).reshape(shape).swapaxes(1, 2).reshape(num_blocks, -1),
+        to_bfloat16(scales).reshape(shape).swapaxes(1, 2).reshape(num_blocks, -1),
+        None if offsets is None else to_bfloat16(offsets).reshape(shape).swapaxes(1, 2).reshape(num_blocks, -1),
         float(np.square(error, dtype=np.float64).sum()),
     )
 
@@ -54,8 +53,7 @@ def decode(coded: tuple[Codes, Bits16, Bits16 | None], wanted: QuantFormat, shap
     num_blocks, num_groups = wanted.num_blocks(shape[0]), wanted.num_groups(shape[1])
 
     def by_group(vectors: Bits16) -> Floats:
-        wide = (vectors.astype(np.uint32) << 16).view(np.float32)
-        return wide.reshape(num_blocks, num_groups, LANES).swapaxes(1, 2).reshape(-1, 1)
+        return from_bfloat16(vectors).reshape(num_blocks, num_groups, LANES).swapaxes(1, 2).reshape(-1, 1)
 
     unpacked = _unpacked(codes.reshape(num_blocks, -1), wanted).reshape(-1, wanted.group).astype(np.float32)
     rows = _decoded(unpacked, by_group(scales), None if offsets is None else by_group(offsets))
@@ -105,15 +103,8 @@ def _fitted(groups: Floats, codes: Floats) -> tuple[Floats, Floats]:
     return scales, _rounded(mean - scales * mean_code)
 
 
-def _narrowed(values: Floats) -> Bits16:
-    """Bits of the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 def _rounded(values: Floats) -> Floats:
-    rounded: Floats = (_narrowed(values).astype(np.uint32) << 16).view(np.float32)
-    return rounded
+    return from_bfloat16(to_bfloat16(values))
 
 
 def _packed(codes: Codes, wanted: QuantFormat) -> Codes:

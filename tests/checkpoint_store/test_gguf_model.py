@@ -17,7 +17,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nearline.checkpoint_store.gguf_config import gguf_config
 from nearline.checkpoint_store.gguf_file import read_gguf
-from nearline.checkpoint_store.gguf_model import to_bfloat16
 from nearline.checkpoint_store.types import WEIGHTS_NAME
 from nearline.protocol.errors import CheckpointCorrupt, NearlineError, UnsupportedCheckpoint
 from tests.checkpoint_store.ggufs import write_gguf
@@ -34,13 +33,6 @@ def tiny(model_type: str = "llama", **overrides: Any) -> Any:
     }  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(shape | overrides)))
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**126, min_value=-(2.0**126))))
-def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
-    theirs = torch.tensor(values, dtype=torch.float32)
-    ours = torch.from_numpy(to_bfloat16(theirs.numpy()).view("int16"))
-    assert torch.equal(ours, theirs.to(torch.bfloat16).view(torch.int16))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -49,7 +49,7 @@ for _ in range(2):  # the first round pays one-time costs of the libraries, the 
 async def first_token_s(client: AsyncClient, name: str) -> tuple[float, dict[str, Any]]:
     """Seconds from sending the request to the first event with text, and the platform's own timings."""
     started = time.perf_counter()
-    first, timings = 0.0, {}
+    first, timings = 0.0, dict[str, Any]()
     async for event in client.function(name).stream(QUESTION, max_tokens=2, temperature=0):
         if not first and event.get("delta"):
             first = time.perf_counter() - started

@@ -134,6 +134,11 @@ def measure_traffic(ours: Worker, num_rounds: int) -> dict[str, list[float]]:
     return found
 
 
+def measure_parts(ours: Worker, batch: int) -> dict[str, float]:
+    """Seconds per decoding step of our engine in each of its parts."""
+    return {part: ours.ask("part_s", part, batch, *WINDOWS[batch]) for part in engine_report.PARTS}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -152,9 +157,10 @@ def main() -> None:
             seconds = measure(started, num_rounds, batches)
             ours = started.workers["nearline bf16"]
             traffic = {} if options.quick else measure_traffic(ours, min(num_rounds, 2))
+            parts = {batch: measure_parts(ours, batch) for batch in batches}
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    text = engine_report.report(seconds, traffic, started.notes)
+    text = engine_report.report(seconds, traffic, parts, started.notes)
     print(text)
     if not options.quick:
         path = record.write("engine", "Decoding and prefill of a small model on a CPU", text)

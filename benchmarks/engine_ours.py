@@ -2,16 +2,19 @@
 
 import logging
 import random
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
 
+from benchmarks.engine_report import PARTS
 from nearline.checkpoint_store import CheckpointStore, StoreConfig
 from nearline.engine.instance import BoundInstance, EngineHabits
 from nearline.loader import MappedPool
@@ -38,6 +41,28 @@ class Stream:
         """The longest wait between two tokens of which the second came after `since`."""
         pairs = zip(self.token_at, self.token_at[1:], strict=False)
         return max((b - a for a, b in pairs if b > since), default=0.0)
+
+
+class Stopwatch:
+    """Times every call of one method of one object until it is removed."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name, self._inner = owner, name, getattr(owner, name)
+        self._seconds: list[float] = []
+        setattr(owner, name, self._timed)
+
+    def _timed(self, *arguments: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        result = self._inner(*arguments, **named)
+        self._seconds.append(time.perf_counter() - started)
+        return result
+
+    def median_s(self) -> float:
+        """Of the calls since it was made; the prompts' steps are few among them."""
+        return statistics.median(self._seconds)
+
+    def remove(self) -> None:
+        delattr(self._owner, self._name)
 
 
 class OurEngine:
@@ -116,6 +141,19 @@ class OurEngine:
         """The time in which two threads read the weights' bytes once, over that of a step of one sequence."""
         bandwidth = read_bytes_per_s()
         return self.weight_bytes / bandwidth / self.decode_s(1, num_prompt, num_output)
+
+    def part_s(self, part: str, batch: int, num_prompt: int, num_output: int) -> float:
+        """Seconds per decoding step in one of PARTS; "rest" is what none of them covers."""
+        runner = self.instance._runner
+        owners = (self.instance.core, runner.decoder, runner, runner._sampler, self.instance.core)
+        clocks = {name: Stopwatch(owner, name) for name, owner in zip(PARTS, owners, strict=False)}
+        try:
+            step_s = self.decode_s(batch, num_prompt, num_output)
+        finally:
+            for clock in clocks.values():
+                clock.remove()
+        spent = {name: clock.median_s() for name, clock in clocks.items()}
+        return spent[part] if part in spent else step_s - sum(spent.values())
 
     def share_beside_busy(self, batch: int, num_prompt: int, num_output: int) -> float:
         """The rate beside a foreign process that wants a core for itself, as a share of the rate without."""

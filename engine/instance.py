@@ -63,6 +63,7 @@ class BoundInstance:
         self._habits = habits
         self._needs_frames = True
         self._is_read = False
+        self._merging: Digest | None = None
         self._merge_s: Seconds = 0.0
         self._num_threads = bind.num_threads
         directory = Path(bind.manifest_path).parent
@@ -113,14 +114,15 @@ class BoundInstance:
         wanted = self.core.wanted_copy
         if wanted is None:
             return False
+        if self._merging != wanted:
+            self._merging, self._merge_s = wanted, 0.0  # a copy begun for another adapter is given up
         started_at = clock()
         is_whole = self._runner.merge(wanted, lambda: clock() < started_at + budget_s)
-        seconds, self._merge_s = self._merge_s + clock() - started_at, 0.0
+        self._merge_s += clock() - started_at
         if is_whole:
-            self.core.copy_made(wanted, seconds)
-            log.info("adapter %s is merged into a copy of the base, in %.0f ms of work", wanted, 1e3 * seconds)
-        else:
-            self._merge_s = seconds
+            self.core.copy_made(wanted, self._merge_s)
+            log.info("adapter %s is merged into a copy of the base, in %.0f ms of work", wanted, 1e3 * self._merge_s)
+            self._merging = None
         return True
 
     def profiler(self, wish: ProfileInstance) -> Profiler:

@@ -45,12 +45,16 @@ class MergedDecoder:
         """Copy and merge at least one layer, and more while `goes_on()`. Returns whether the copy is whole."""
         if self._digest != adapter.digest:
             self._twin = self._base.twin(self._reader)
-            self._reader.adapter, self._digest, self._next = adapter, adapter.digest, 0
-        while self._next < self._base.spec.num_layers:
-            self._twin.layer(self._next)
-            self._next += 1
-            if not goes_on():
-                break
+            self._digest, self._next = adapter.digest, 0
+        self._reader.adapter = adapter
+        try:
+            while self._next < self._base.spec.num_layers:
+                self._twin.layer(self._next)
+                self._next += 1
+                if not goes_on():
+                    break
+        finally:
+            self._reader.adapter = None  # evicted meanwhile, it must not keep its memory
         return self._next == self._base.spec.num_layers
 
     def decoder(self, digest: Digest | None) -> Decoder:

@@ -1,5 +1,8 @@
 """Merged steps in a bound engine: made beside others' steps, undone without a trace, the same tokens for everybody."""
 
+import gc
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +101,51 @@ def test_a_copy_is_made_layer_by_layer_and_leaves_the_base_as_it_was(run: Callab
         pass
     assert runner._merged.decoder(life.digest("B")).layers[0].qkv_NM.data_ptr() == first.data_ptr(), "one copy's memory"
     assert runner._merged.decoder(None) is runner.decoder
+
+
+def test_a_copy_whole_or_begun_keeps_no_memory_of_an_evicted_adapter(run: Callable[..., Life]) -> None:
+    life = run(MergeMode.NEVER, "AB")
+    runner = life.instance._runner
+    for name, is_whole in (("A", True), ("B", False)):
+        life.announce(name)
+        life.tend()
+        weights = weakref.ref(runner.adapters.get(life.digest(name)))
+        assert runner.merge(life.digest(name), lambda whole=is_whole: whole) == is_whole
+        life.retire(name)
+        life.tend()
+        gc.collect()
+        assert weights() is None
+
+
+def test_what_a_copy_given_up_took_is_not_part_of_the_next_ones_price(
+    run: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = run(MergeMode.ALWAYS, "ABC")
+    instance, prices = life.instance, list[Any]()
+    for name in "ABC":
+        life.announce(name)
+    life.tend()
+    copy_made = instance.core.copy_made
+
+    def noting(digest: Any, seconds: float) -> None:
+        prices.append((digest, seconds))
+        copy_made(digest, seconds)
+
+    monkeypatch.setattr(instance.core, "copy_made", noting)
+    looks = itertools.count()
+
+    def merge_a_layer_of(name: str) -> None:
+        instance.core._merge.wanted = life.digest(name)
+        instance._merge_more(lambda: float(next(looks)), 0.0)
+
+    merge_a_layer_of("C")
+    while not prices:
+        merge_a_layer_of("A")
+    merge_a_layer_of("C")
+    while len(prices) < 2:
+        merge_a_layer_of("B")
+    per_copy = 2.0 * instance._runner.spec.num_layers  # the clock goes on by one at each look
+    assert prices == [(life.digest("A"), per_copy), (life.digest("B"), per_copy)]
 
 
 @pytest.mark.parametrize("name", "ABC")

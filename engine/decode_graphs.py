@@ -17,13 +17,14 @@ from nearline.engine.kv_cache import KVCache
 from nearline.engine.models.decoder import Decoder
 from nearline.engine.types import BatchItem
 from nearline.kernels import AttentionMeta
+from nearline.protocol import Bytes
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], Tensor]
 """A step that reads and writes always the same tensors; returns its logits [B, V]."""
-Record = Callable[[Work], Work]
-"""Records a step and returns what replays it."""
+Record = Callable[[Work], tuple[Work, Bytes]]
+"""Records a step and returns what replays it, and the bytes of device memory that are kept for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,8 @@ class _Recorded:
 class DecodeGraphs:
     """Recorded decoding steps of one decoder and its cache. Owns: their inputs, and what the device keeps of them."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, record: Record, plan: RecordingPlan | None = None) -> None:
-        self._decoder, self._kv, self._record = decoder, kv, record
-        self._plan = plan or RecordingPlan()
+    def __init__(self, decoder: Decoder, kv: KVCache, record: Record, plan: RecordingPlan) -> None:
+        self._decoder, self._kv, self._record, self._plan = decoder, kv, record, plan
         self._recorded: dict[DecodeShape, _Recorded] = {}
         self._is_off = False
 
@@ -56,7 +56,8 @@ class DecodeGraphs:
             return None
         recorded = self._recorded.get(shape)
         if recorded is None:
-            recorded = self._try_record(shape) if self._plan.is_due(shape, len(self._recorded)) else None
+            is_due = self._plan.is_due(shape, shape.kept_bytes(self._decoder.spec.vocab_size))
+            recorded = self._try_record(shape) if is_due else None
         if recorded is None:
             return None
         numbers = decode_numbers(items, shape, self._kv.block_size, self._decoder.spec.vocab_size)
@@ -89,33 +90,43 @@ class DecodeGraphs:
         def work() -> Tensor:
             return decoder.logits(decoder.forward(ids_B, positions_B, slots_B, meta, kv))
 
-        return _Recorded(numbers, staging, self._record(work))
+        replay, num_bytes = self._record(work)
+        self._plan.recorded(max(num_bytes, shape.kept_bytes(spec.vocab_size)))
+        return _Recorded(numbers, staging, replay)
 
 
 class CudaGraphs:
-    """Records steps as CUDA graphs, all with one pool of memory. Owns: that pool."""
+    """Records steps as CUDA graphs, all with one pool of memory. Owns: that pool, in which each graph keeps its logits
+    and all share what lies between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Work) -> tuple[Work, Bytes]:
         """Run the step once on padding, which compiles and allocates what is missing, then record it."""
         with torch.cuda.device(self._device):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            if self._side is None:  # one for all: the allocator keeps memory for each stream
+                self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
                 work()
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
+            # What the allocator holds in reserve goes back first, as it would when the recording begins.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
             # Other threads go on copying chunks and adapters meanwhile; only this one must not.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits_BV = work()
+            kept_bytes = max(0, torch.cuda.memory_reserved() - before)
 
         def replay() -> Tensor:
             graph.replay()
             return logits_BV
 
-        return replay
+        return replay, kept_bytes

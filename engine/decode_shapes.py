@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nearline.engine.types import BatchItem
+from nearline.protocol import Bytes
 from nearline.protocol.errors import InvalidRequest
 
 MAX_SEQUENCES = 128
@@ -32,6 +33,10 @@ class DecodeShape:
             self.num_sequences,
             self.num_sequences * self.num_blocks,
         )
+
+    def kept_bytes(self, vocab_size: int) -> Bytes:
+        """Bytes that a recorded step of this size keeps at least: its numbers and its logits."""
+        return 4 * (sum(self.parts) + self.num_sequences * vocab_size)
 
 
 def shape_of(items: Seq[BatchItem], block_size: int) -> DecodeShape | None:
@@ -70,17 +75,28 @@ def decode_numbers(items: Seq[BatchItem], shape: DecodeShape, block_size: int, v
 class RecordingPlan:
     """Says when a size has come often enough to be worth recording, which takes about as long as two steps.
 
-    So the first tokens of a cold start never wait for a recording.
+    So the first tokens of a cold start never wait for a recording. What recordings keep of the device's memory
+    exceeds `max_bytes` by no more than the last of them takes.
     """
 
+    max_bytes: Bytes
     after_steps: int = 4
     max_recorded: int = 48
+    """Bounds also what the driver keeps of each, which nobody counts."""
+    num_recorded: int = 0
+    taken_bytes: Bytes = 0
     _seen: dict[DecodeShape, int] = field(default_factory=dict)
 
-    def is_due(self, shape: DecodeShape, num_recorded: int) -> bool:
-        """Count one step of this size; say whether to record it now."""
+    def is_due(self, shape: DecodeShape, kept_bytes: Bytes) -> bool:
+        """Count one step of this size, which would keep at least so many bytes; say whether to record it now."""
         self._seen[shape] = self._seen.get(shape, 0) + 1
-        return self._seen[shape] > self.after_steps and num_recorded < self.max_recorded
+        has_room = self.num_recorded < self.max_recorded and self.taken_bytes + kept_bytes <= self.max_bytes
+        return self._seen[shape] > self.after_steps and has_room
+
+    def recorded(self, num_bytes: Bytes) -> None:
+        """Take in that a step was recorded and keeps so many bytes."""
+        self.num_recorded += 1
+        self.taken_bytes += num_bytes
 
 
 def _num_sequences(count: int) -> int:

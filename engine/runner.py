@@ -13,6 +13,7 @@ import torch
 
 from nearline.engine.batch_tensors import StepTensors, adapter_order, adapter_runs, step_tensors
 from nearline.engine.decode_graphs import CudaGraphs, DecodeGraphs
+from nearline.engine.decode_shapes import RecordingPlan
 from nearline.engine.grammars import Grammars
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, HostStore, KVCache
 from nearline.engine.merge_turns import merge_refusal
@@ -30,13 +31,16 @@ from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFaile
 
 log = logging.getLogger(__name__)
 
+_GRAPH_SHARE = 1 / 16
+"""Share of the KV cache's budget that is kept for recorded steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
     """Sizes and place of one bound model."""
 
     kv_bytes: Bytes
-    """Budget of the KV cache; at least one block must fit."""
+    """Budget of the KV cache, recorded steps and a merged copy; at least one block must fit beside those."""
     host_bytes: Bytes = 0
     """Budget of the host's memory for KV of preempted sequences."""
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -74,9 +78,12 @@ class Runner:
             torch.cuda.set_device(self._device)  # Triton launches on the current device, wherever its tensors are
         self.dtype = config.dtype or compute_dtype(spec, weights)
         self.merge_bytes = self._merge_bytes(weights) if config.is_merging else 0
-        self.kv = KVCache.within(spec, config.kv_bytes - self.merge_bytes, config.block_size, self.dtype, self._device)
-        self.host = HostStore(self.kv, config.host_bytes)
         self.decoder = decoder_of(spec, weights, self.dtype, self._device)
+        is_recorded = config.is_recorded and self._device.type == "cuda" and isinstance(self.decoder, Decoder)
+        graph_bytes = int(config.kv_bytes * _GRAPH_SHARE) if is_recorded else 0
+        kv_bytes = config.kv_bytes - self.merge_bytes - graph_bytes
+        self.kv = KVCache.within(spec, kv_bytes, config.block_size, self.dtype, self._device)
+        self.host = HostStore(self.kv, config.host_bytes)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
         self._merged: MergedDecoder | None = None
         self._step_merged: Digest | None = None
@@ -85,8 +92,10 @@ class Runner:
         self._sampler = Sampler(config.eos_token_ids, self.grammars)
         self._prompts = PromptReader(lambda rows_TM, sequence: self.logits(rows_TM, [sequence] * len(rows_TM)))
         self._graphs: DecodeGraphs | None = None
-        if config.is_recorded and self._device.type == "cuda" and isinstance(self.decoder, Decoder):
-            self._graphs = DecodeGraphs(self.decoder, self.kv, CudaGraphs(self._device))
+        if is_recorded:
+            assert isinstance(self.decoder, Decoder)
+            plan = RecordingPlan(max_bytes=graph_bytes)
+            self._graphs = DecodeGraphs(self.decoder, self.kv, CudaGraphs(self._device), plan)
 
     def _merge_bytes(self, weights: Weights) -> Bytes:
         """Bytes to keep for a merged copy; 0, said once in the log, where there can be none."""

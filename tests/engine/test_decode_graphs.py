@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from nearline.engine.decode_graphs import CudaGraphs, DecodeGraphs, Work
+from nearline.engine.decode_graphs import CudaGraphs, DecodeGraphs, Record, Work
 from nearline.engine.decode_shapes import RecordingPlan
 from nearline.protocol import SamplingParams
 
 
-def again(work: Work) -> Work:
+def again(work: Work) -> tuple[Work, int]:
     """Record nothing: replaying runs the step again on the same tensors."""
-    return work
+    return work, 1000
 
 
-def graphs_of(harness: Any, record: Callable[[Work], Work] = again, after_steps: int = 2) -> DecodeGraphs:
-    runner = harness.runner
-    runner._graphs = DecodeGraphs(runner.decoder, runner.kv, record, RecordingPlan(after_steps=after_steps))
+def graphs_of(harness: Any, record: Record = again, after_steps: int = 2, max_bytes: int = 1 << 30) -> DecodeGraphs:
+    runner, plan = harness.runner, RecordingPlan(max_bytes, after_steps)
+    runner._graphs = DecodeGraphs(runner.decoder, runner.kv, record, plan)
     graphs: DecodeGraphs = runner._graphs
     return graphs
 
@@ -59,7 +59,7 @@ def test_a_device_that_cannot_record_runs_op_by_op(
 ) -> None:
     tried: list[Work] = []
 
-    def refuse(work: Work) -> Work:
+    def refuse(work: Work) -> tuple[Work, int]:
         tried.append(work)
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -68,6 +68,19 @@ def test_a_device_that_cannot_record_runs_op_by_op(
     graphs_of(harness, refuse, after_steps=1)
     assert harness.generate([harness.sequence(tokens)], 8)[0] == oracle_greedy(model, tokens, 8)
     assert len(tried) == 1
+
+
+def test_no_more_is_recorded_than_its_budget_holds(
+    tiny_model: Callable[..., Any], bind: Any, oracle_greedy: Any, prompt: Any
+) -> None:
+    model = tiny_model("Llama")
+    harness = bind(model)
+    graphs = graphs_of(harness, lambda work: (work, 1 << 20), after_steps=0, max_bytes=2 << 20)
+    for count in range(1, 5):
+        prompts = [prompt(9, seed=seed) for seed in range(count)]
+        tokens = harness.generate([harness.sequence(one) for one in prompts], 4)
+        assert tokens == [oracle_greedy(model, one, 4) for one in prompts]
+        assert graphs.num_recorded == min(count, 2), "sizes of 1, 2 and 4 sequences"
 
 
 @pytest.mark.gpu

@@ -65,7 +65,22 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_a_size_is_recorded_once_it_has_come_often() -> None:
-    plan, shape = RecordingPlan(after_steps=2, max_recorded=3), DecodeShape(1, 32)
-    assert [plan.is_due(shape, 0) for _ in range(4)] == [False, False, True, True]
-    assert not plan.is_due(shape, 3)
-    assert not plan.is_due(DecodeShape(2, 32), 0)
+    plan, shape = RecordingPlan(max_bytes=100, after_steps=2, max_recorded=3), DecodeShape(1, 32)
+    assert [plan.is_due(shape, 10) for _ in range(4)] == [False, False, True, True]
+    assert not plan.is_due(DecodeShape(2, 32), 10)
+
+
+def test_neither_more_sizes_nor_more_bytes_than_allowed_are_recorded() -> None:
+    plan, shape = RecordingPlan(max_bytes=100, after_steps=0, max_recorded=3), DecodeShape(1, 32)
+    assert not plan.is_due(shape, 101)
+    plan.recorded(60)
+    assert plan.is_due(shape, 40)
+    assert not plan.is_due(shape, 41)
+    plan.recorded(20)
+    assert plan.is_due(shape, 20)
+    plan.recorded(0)
+    assert not plan.is_due(shape, 1)
+
+
+def test_a_recorded_size_keeps_its_numbers_and_logits() -> None:
+    assert DecodeShape(4, 3).kept_bytes(vocab_size=100) == 4 * (4 * 3 + 5 + 4 + 4 * 3 + 4 * 100)

@@ -10,6 +10,7 @@ from nearline.checkpoint_store.adapter_config import LoraSettings, read_settings
 from nearline.checkpoint_store.adapter_modules import HEAD, AdapterModule, adapter_modules
 from nearline.checkpoint_store.adapter_pack import PlacedModule, draft_pack, row_of
 from nearline.checkpoint_store.adapter_tables import whole_tables
+from nearline.checkpoint_store.adapter_tokens import check_tokens
 from nearline.checkpoint_store.convert_files import CONFIG_NAME, to_json
 from nearline.checkpoint_store.convert_model import DTYPE_NAMES, read_spec
 from nearline.checkpoint_store.convert_types import Draft, Reporter
@@ -40,6 +41,7 @@ def draft_adapter(
             "merge it and add the result as a model: peft's merge_and_unload(), then save_pretrained(NEW_DIR)"
         )
     settings = read_settings(_config(directory), reporter)
+    check_tokens(directory, SourceDirectory(root / CHECKPOINTS / base_digest))
     modules = adapter_modules(_weights(directory), spec.vocab_size)
     if not modules:
         raise AdapterMismatch(f"{directory.path}: the adapter changes no module at all; its weights file is empty")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.checkpoint_store.convert_types import Reporter
@@ -238,6 +238,43 @@ def test_an_extended_vocabulary_is_refused_with_both_sizes(root: Path, base: Dig
         write_raw(source / WEIGHTS, read_raw(source / WEIGHTS) | {table: f32(275, 64)})
         message = refused(root, source, base, UnsupportedCheckpoint)
         assert "has 275 tokens, the base 272" in message
+
+
+def with_tokenizer(source: Path, base_dir: Path, *added: str, **settings: Any) -> Path:
+    """Save the base's tokenizer beside the adapter, as trainers do, after adding tokens to it."""
+    tokenizer = AutoTokenizer.from_pretrained(base_dir)
+    tokenizer.add_tokens(list(added))
+    for name, token in settings.items():
+        setattr(tokenizer, name, token)
+    tokenizer.save_pretrained(source)
+    return source
+
+
+def test_adapters_with_tokens_of_their_own_within_a_padded_vocabulary_are_refused_naming_them(
+    root: Path, tiny_llama_dir: Callable[..., Path], make: Callable[..., Path]
+) -> None:
+    """No shape shows them: the base has more rows than its tokenizer has tokens."""
+    base_dir = tiny_llama_dir(vocab_size=288)
+    num_known = len(AutoTokenizer.from_pretrained(base_dir))
+    assert num_known < 288
+    padded = import_model(root, base_dir).digest
+    tables = {"base_model.model.model.embed_tokens.weight": f32(288, 64)}
+    for token in ("<|pirate|>", "<|poet|>"):
+        source = with_tokenizer(make(r=2), base_dir, token)
+        write_raw(source / WEIGHTS, read_raw(source / WEIGHTS) | tables)
+        said = f"adds '{token}' (id {num_known})"
+        assert said in refused(root, source, padded, UnsupportedCheckpoint)
+        for path in source.glob("*token*"):
+            path.unlink()
+        (source / "added_tokens.json").write_text(json.dumps({token: num_known}))
+        assert said in refused(root, source, padded, UnsupportedCheckpoint), "the older way to save them"
+
+
+def test_the_bases_own_tokenizer_and_a_pad_token_beside_an_adapter_refuse_nothing(
+    root: Path, base: Digest, base_dir: Path, make: Callable[..., Path]
+) -> None:
+    import_adapter(root, with_tokenizer(make(r=2), base_dir), base)
+    import_adapter(root, with_tokenizer(make(seed=1, r=2), base_dir, pad_token="[PAD]"), base)
 
 
 def test_a_replaced_module_other_than_embedding_and_head_is_refused_by_name(

@@ -15,6 +15,7 @@ import structlog
 from nearline.checkpoint_store import CheckpointStore, Room
 from nearline.node_agent.import_process import ImportProcess
 from nearline.protocol import (
+    PEER,
     TOKEN_VARIABLE,
     Bytes,
     CheckpointInfo,
@@ -53,7 +54,8 @@ class Imports:
         self, root: Path, send: Callable[[object], None], store: CheckpointStore, token: str | None = None
     ) -> None:
         """`token` is what other nodes want to hear before they give a chunk."""
-        self._environment = os.environ | ({TOKEN_VARIABLE: token} if token else {})
+        self._environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        self._peer_environment = self._environment | ({TOKEN_VARIABLE: token} if token else {})
         self._peers: dict[Digest, tuple[str, ...]] = {}
         self._root = root
         self._send = send
@@ -145,11 +147,13 @@ class Imports:
                 del self._jobs[key]
 
     async def _import(self, job: _Job) -> CheckpointInfo:
-        """Import in a process of its own. Adapters, of which there may be thousands, follow each other in one."""
-        may_follow = job.wish.kind is CheckpointKind.ADAPTER
+        """Import in a process of its own. Adapters, of which there may be thousands, follow each other in one; only one
+        that copies from peers is told the cluster's token."""
+        is_copy = job.wish.source.startswith(PEER)
+        may_follow = job.wish.kind is CheckpointKind.ADAPTER and not is_copy
         process = self._idle.pop() if may_follow and self._idle else None
         if process is None or not process.is_alive:
-            process = await ImportProcess.start(self._root, self._environment)
+            process = await ImportProcess.start(self._root, self._peer_environment if is_copy else self._environment)
         rooms: list[Room] = []
         is_over = False
         try:

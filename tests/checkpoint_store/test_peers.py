@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from nearline.checkpoint_store import Manifest, peers
+from nearline.checkpoint_store import Manifest, peer_nodes
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.peers import copy_from_peers
+from nearline.checkpoint_store.types import CHUNK_BYTES, read_manifest, write_manifest
 from nearline.protocol import peer_source
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest, NotFound, SourceUnavailable, StorageFull
 
@@ -76,7 +77,7 @@ def serve(root: Path, checkpoints: ModuleType) -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_RETRY_S", 0.01)
+    monkeypatch.setattr(peer_nodes, "_RETRY_S", 0.01)
 
 
 def copy(root: Path, peer: Peer, *more: Peer, reporter: Reporter | None = None) -> Manifest:
@@ -162,6 +163,26 @@ def test_small_files_and_manifest_must_be_those_of_the_name(root: Path, serve: C
     with pytest.raises(CheckpointCorrupt, match="names files outside"):
         copy(root, peer)
     assert peer.asked == []
+
+
+def test_what_is_left_of_an_evicted_checkpoint_describes_it_whatever_a_peer_says(
+    root: Path, serve: Callable[..., Peer]
+) -> None:
+    peer = serve()
+    left = root / "checkpoints" / peer.manifest.digest
+    left.mkdir(parents=True)
+    write_manifest(left, peer.manifest)
+    lie = replace(peer.manifest.info, eos_token_ids=(5,), source="https://elsewhere")
+    write_manifest(peer.directory, replace(peer.manifest, info=lie))
+    assert copy(root, peer) == peer.manifest
+    assert read_manifest(left) == peer.manifest
+
+
+def test_chunks_larger_than_any_of_ours_are_not_made_room_for(root: Path, serve: Callable[..., Peer]) -> None:
+    peer = serve()
+    write_manifest(peer.directory, replace(peer.manifest, num_bytes=1 << 50, chunk_bytes=(1 << 50) // 9 + 1))
+    with pytest.raises(CheckpointCorrupt, match=f"at most {CHUNK_BYTES} are taken"):
+        copy(root, peer)
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched(root: Path, serve: Callable[..., Peer]) -> None:

@@ -1,13 +1,18 @@
 """Imports through a real agent and the real importer."""
 
+import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nearline.protocol import CheckpointInfo, CheckpointKind, TaskId
+from nearline.checkpoint_store import CHUNK_BYTES, CheckpointStore, StoreConfig
+from nearline.node_agent.import_process import ImportProcess
+from nearline.node_agent.imports import Imports
+from nearline.protocol import TOKEN_VARIABLE, CheckpointInfo, CheckpointKind, TaskId
+from nearline.protocol.errors import Fault
 from nearline.protocol.frames import CancelImport, ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
 from tests.node_agent.conftest import FakeController, running_agent
 
@@ -50,3 +55,26 @@ async def test_imports_report_progress_end_once_and_can_be_cancelled(
         phases = [f.phase for f in controller.heard if isinstance(f, ImportProgress) and f.task_id == "t2"]
         assert len(set(phases)) >= 2
         assert await agent.terminate() == 0
+
+
+async def test_only_a_copy_from_peers_is_told_the_clusters_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    async def start(_: Path, environment: Mapping[str, str]) -> ImportProcess:
+        told.append(environment.get(TOKEN_VARIABLE))
+        raise Fault("not started")
+
+    monkeypatch.setattr(ImportProcess, "start", start)
+    monkeypatch.setenv(TOKEN_VARIABLE, "inherited")
+    said: asyncio.Queue[object] = asyncio.Queue()
+    store = CheckpointStore(StoreConfig(root=tmp_path, dram_pool_bytes=CHUNK_BYTES))
+    imports = Imports(tmp_path, said.put_nowait, store, "secret")
+    for source in ("hub:org/name", "https://there/m", "/a/directory", f"peer:{'0' * 32}@http://n"):
+        imports.start(ImportCheckpoint(TaskId(source), CheckpointKind.MODEL, source))
+        while not isinstance(await said.get(), ImportFailed):
+            pass
+    assert told == [None, None, None, "secret"]
+    await imports.close()
+    store.close()

@@ -23,6 +23,8 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+SMALLER = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""For contexts whose every pair of positions the oracle computes."""
 GREEDY = SamplingParams(temperature=0.0)
 
 

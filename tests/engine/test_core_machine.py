@@ -154,11 +154,21 @@ class OvercommittedTraffic(Traffic):
     future_share = 0.0
 
 
-Traffic.TestCase.settings = OvercommittedTraffic.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+class LongTraffic(Traffic):
+    pass
+
+
+class LongOvercommittedTraffic(OvercommittedTraffic):
+    pass
+
+
+_FEW = settings(max_examples=20, stateful_step_count=40, deadline=None)
+Traffic.TestCase.settings = OvercommittedTraffic.TestCase.settings = _FEW
+LongTraffic.TestCase.settings = LongOvercommittedTraffic.TestCase.settings = settings(_FEW, max_examples=300)
 TestTraffic = Traffic.TestCase
 TestOvercommittedTraffic = OvercommittedTraffic.TestCase
+TestLongTraffic = pytest.mark.slow(LongTraffic.TestCase)
+TestLongOvercommittedTraffic = pytest.mark.slow(LongOvercommittedTraffic.TestCase)
 
 
 @pytest.mark.slow

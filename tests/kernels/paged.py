@@ -1,5 +1,6 @@
 """Paged inputs for the attention tests, the dense truth behind them, and what a result may differ by."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,19 @@ def paged_problem(
     contexts = torch.tensor([context for _, context in lengths], dtype=torch.int32)
     meta = AttentionMeta(news.cumsum(0).to(torch.int32), contexts, tables, int(news.max()))
     return Paged(q_THD, caches[0], caches[1], meta, dense)
+
+
+@functools.cache
+def solved_problem(
+    lengths: tuple[tuple[int, int], ...],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    scores: tuple[float, int | None, float | None],
+) -> tuple[Paged, Tensor]:
+    """Make a problem, not to be written to, and solve it naively once for all builds. scores = (scale, window, cap)."""
+    problem = paged_problem(lengths, heads, block_size, dtype)
+    return problem, naive_attention(problem, *scores)
 
 
 def naive_attention(problem: Paged, scale: float, window: int | None = None, softcap: float | None = None) -> Tensor:

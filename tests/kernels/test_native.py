@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nearline.kernels import LoraSegment, native, reference
-from tests.kernels.paged import DTYPES, assert_rounded_from, naive_attention, paged_problem
+from tests.kernels.paged import DTYPES, assert_rounded_from, paged_problem, solved_problem
 
 pytestmark = pytest.mark.usefixtures("every_tier")
 
@@ -191,18 +191,16 @@ def test_attention_equals_dense_softmax(
 ) -> None:
     if not lengths:
         lengths = [(0, 5)]
-    problem = paged_problem(lengths, heads, block_size, dtype)
-    p = problem
+    p, exact = solved_problem(tuple(lengths), heads, block_size, dtype, (0.3, window, None))
     result = native.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 0.3, window)
     assert result is not None
-    assert_rounded_from(result, naive_attention(p, 0.3, window), noise=1e-5)
+    assert_rounded_from(result, exact, noise=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_saturate_at_the_softcap(dtype: torch.dtype, softcap: float) -> None:
-    p = paged_problem([(1, 37), (20, 50), (1, 600)], (6, 2, 16), 16, dtype)
-    exact = naive_attention(p, 2.0, 20, softcap)
+    p, exact = solved_problem(((1, 37), (20, 50), (1, 600)), (6, 2, 16), 16, dtype, (2.0, 20, softcap))
     result = native.paged_attention(p.q_THD, p.k_cache, p.v_cache, p.meta, 2.0, 20, softcap)
     assert result is not None
     assert_rounded_from(result, exact, noise=4e-5)

@@ -19,6 +19,10 @@ from nearline.kernels import (
 from nearline.kernels.quant import GROUPS
 from tests.kernels.paged import DTYPES, ULP, naive_attention, paged_problem
 
+BY_DTYPE = pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.slow) if d == torch.float16 else d for d in DTYPES], ids=str
+)
+
 
 def assert_rounded_from(result: torch.Tensor, truth: torch.Tensor, noise: float = 4e-6) -> None:
     """As in paged.py, but the interpreter cuts bfloat16 off instead of rounding: twice the error."""
@@ -27,7 +31,7 @@ def assert_rounded_from(result: torch.Tensor, truth: torch.Tensor, noise: float 
     assert torch.all((result.float() - truth.float()).abs() <= allowed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 @pytest.mark.parametrize("dim", [5, 64, 97])
 def test_norms(dim: int, dtype: torch.dtype) -> None:
     x, residual = torch.randn(3, dim + 2).to(dtype)[:, 1:-1], torch.randn(3, dim).to(dtype)
@@ -40,7 +44,7 @@ def test_norms(dim: int, dtype: torch.dtype) -> None:
     assert triton_rows.rms_norm(x[:0], w, 1e-5).shape == (0, dim)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 @pytest.mark.parametrize("rotated", [16, 24])
 def test_rope_rotates_slices_in_place(rotated: int, dtype: torch.dtype) -> None:
     qkv = torch.randn(3, 24 * 4).to(dtype)
@@ -51,7 +55,7 @@ def test_rope_rotates_slices_in_place(rotated: int, dtype: torch.dtype) -> None:
     assert_rounded_from(qkv, exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 @pytest.mark.parametrize("rotated", [16, 24])
 def test_rope_and_write_in_one_launch_are_the_two_ops(rotated: int, dtype: torch.dtype) -> None:
     qkv = torch.randn(4, 24 * 5).to(dtype)
@@ -71,7 +75,7 @@ def test_rope_and_write_in_one_launch_are_the_two_ops(rotated: int, dtype: torch
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 def test_write_kv_skips_negative_slots(dtype: torch.dtype) -> None:
     k, v = torch.randn(2, 4, 2, 24).to(dtype)
     slots = torch.tensor([7, -1, 0, 19], dtype=torch.int32)
@@ -81,7 +85,7 @@ def test_write_kv_skips_negative_slots(dtype: torch.dtype) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 74).to(dtype)
@@ -90,13 +94,13 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
         assert_rounded_from(result, reference.activate(x.float(), activation, is_gated))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 def test_layer_norm(dtype: torch.dtype) -> None:
     x, w, b = torch.randn(3, 99).to(dtype)[:, 1:-1] + 2, torch.randn(97), torch.randn(97)
     assert_rounded_from(triton_rows.layer_norm(x, w, b, 1e-5), reference.layer_norm(x.float(), w, b, 1e-5))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "softcap", "lengths"),
     [
@@ -120,7 +124,7 @@ def test_attention_equals_dense_softmax(
     assert_rounded_from(result, naive_attention(p, 0.3, window, softcap), noise=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 @pytest.mark.parametrize(("bits", "tokens"), [(8, 3), (4, 3), (4, 20)])
 def test_products_with_quantised_weights(bits: int, tokens: int, dtype: torch.dtype) -> None:
     rows, dim, group = 70, 200, GROUPS[bits]
@@ -170,7 +174,7 @@ def test_sampling_reaches_every_kept_token_and_no_other() -> None:
     assert torch.all((counts[[1, 3, 4]] - shares).abs() <= 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BY_DTYPE
 def test_lora_adds_segments_of_different_ranks_to_a_column_slice(dtype: torch.dtype) -> None:
     x, wide, shift = torch.randn(23, 72).to(dtype), torch.randn(23, 190).to(dtype), torch.randn(137)
     segments = [

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.conftest import SMALLER
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama untied": ("Llama", {"tie_word_embeddings": False}),
@@ -59,7 +61,7 @@ def test_rope_scaling_equals_transformers_at_position_2000(
     kind: str, tiny_model: Callable[..., Any], bind: Any, oracle_logits: Any, prompt: Any
 ) -> None:
     scaling = {"rope_theta": 10_000.0} | ROPE_SCALINGS[kind]
-    model = tiny_model("Llama", num_hidden_layers=2, rope_parameters=scaling)
+    model = tiny_model("Llama", **SMALLER, rope_parameters=scaling)
     tokens = prompt(2050)
     ours, theirs = bind(model).logits(tokens), oracle_logits(model, tokens)
     torch.testing.assert_close(ours[-64:], theirs[-64:], atol=1e-4, rtol=0)
@@ -70,8 +72,7 @@ def test_a_long_context_equals_transformers_at_position_2000(
     family: str, tiny_model: Callable[..., Any], bind: Any, oracle_logits: Any, prompt: Any
 ) -> None:
     name, overrides = FAMILIES[family]
-    model = tiny_model(name, **overrides)
-    tokens = prompt(2010)
+    model, tokens = tiny_model(name, **(overrides | SMALLER)), prompt(2010)
     ours, theirs = bind(model).logits(tokens, chunk=512), oracle_logits(model, tokens)
     torch.testing.assert_close(ours[-16:], theirs[-16:], atol=1e-4, rtol=0)
 

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.conftest import SMALLER
+
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope", "rope_theta": 10_000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }  # fmt: skip
-LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 2048}
+LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 2048, "num_attention_heads": 4,
+        "num_key_value_heads": 2}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {
         "embedding_multiplier": 12.0, "attention_multiplier": 0.125, "residual_multiplier": 0.22, "logits_scaling": 6.0,
@@ -65,7 +68,7 @@ def test_a_long_context_equals_transformers_at_position_2000(
     family: str, tiny_model: Callable[..., Any], bind: Any, oracle_logits: Any, prompt: Any
 ) -> None:
     name, overrides = FAMILIES[family]
-    model, tokens = tiny_model(name, **({"num_hidden_layers": 2} | overrides)), prompt(2010)
+    model, tokens = tiny_model(name, **(SMALLER | overrides)), prompt(2010)
     ours, theirs = bind(model).logits(tokens, chunk=512), oracle_logits(model, tokens)
     torch.testing.assert_close(ours[-16:], theirs[-16:], atol=1e-4, rtol=0)
 

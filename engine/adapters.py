@@ -3,9 +3,10 @@
 An adapter is addressed by its content digest alone, so loading one can never change what another sequence
 computes. Its life: ABSENT → LOADING → READY → ABSENT (evicted, may come back) or gone (unloaded); LOADING → FAILED.
 A sequence *joins* its adapter when it is added and *pins* it from its first step to its end: a pinned adapter is
-not evicted, a joined one is not forgotten.
+not evicted, a joined one is not forgotten. Of those that may go, the one goes whose absence is expected to cost least.
 """
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +14,11 @@ from enum import StrEnum
 from nearline.engine.sequence import Order, Sequence
 from nearline.protocol import Bytes, Digest, Seconds
 from nearline.protocol.errors import ErrorInfo, NearlineError, NotFound
+
+USE_HALF_LIFE_S: Seconds = 600.0
+"""A use counts half as much after this long."""
+READ_COST_BYTES: Bytes = 1 << 20
+"""What opening and placing an adapter costs whatever its size, as the bytes that could be read meanwhile."""
 
 
 class AdapterState(StrEnum):
@@ -50,13 +56,28 @@ class _Adapter:
     num_pinned: int = 0
     is_wanted: bool = True
     is_leaving: bool = False
-    last_used_at: Seconds = 0.0
+    heat: float = -math.inf
     ready_since: Seconds = 0.0
     error: ErrorInfo | None = None
 
     @property
     def is_placed(self) -> bool:
         return self.state in (AdapterState.LOADING, AdapterState.READY)
+
+    def use(self, now: Seconds) -> None:
+        """Count one use.
+
+        `heat` is the binary logarithm of the decayed number of uses as seen from time zero, so that adapters compare
+        alike at every later moment: each use at time t adds 2^(t / half-life) to what it is the logarithm of.
+        """
+        one = now / USE_HALF_LIFE_S
+        low, high = sorted((one, self.heat))
+        self.heat = high + math.log2(1.0 + 2.0 ** (low - high))
+
+    def cost_of_absence(self, is_per_byte: bool) -> float:
+        """Expected cost of being without it, as a logarithm: uses × bytes to read, for its place or for each byte."""
+        cost = math.log2(READ_COST_BYTES + self.num_bytes)
+        return self.heat + cost - (math.log2(max(self.num_bytes, 1)) if is_per_byte else 0.0)
 
 
 class AdapterTable:
@@ -76,6 +97,7 @@ class AdapterTable:
         self._yielding: list[Digest] = []
         self._yields_to: Order | None = None
         self._is_squeezed = False
+        self._just_read: list[Digest] = []
 
     def announce(self, digest: Digest, directory: str) -> bool:
         """Make an adapter known and wanted, also after a failure. Returns whether it is ready already."""
@@ -113,7 +135,7 @@ class AdapterTable:
         if adapter is not None:
             adapter.joined.remove(sequence.order)
             adapter.num_pinned -= sequence.is_adapter_pinned
-            adapter.last_used_at = now
+            adapter.use(now)
             sequence.is_adapter_pinned = False
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -125,19 +147,20 @@ class AdapterTable:
             return False
         return adapter.state is AdapterState.READY
 
-    def pin(self, sequence: Sequence, now: Seconds) -> None:
+    def pin(self, sequence: Sequence) -> None:
         """Keep the adapter of a sequence that starts on the device until the sequence ends."""
         adapter = self._of(sequence)
         if adapter is not None and not sequence.is_adapter_pinned:
             adapter.num_pinned += 1
-            adapter.last_used_at = now
             sequence.is_adapter_pinned = True
 
     def loaded(self, digest: Digest, num_bytes: Bytes, now: Seconds) -> None:
         """Record that a read has ended well."""
         adapter = self._adapters[digest]
         adapter.state, adapter.num_bytes = AdapterState.READY, num_bytes
-        adapter.ready_since = adapter.last_used_at = now
+        adapter.ready_since = now
+        adapter.heat = max(adapter.heat, now / USE_HALF_LIFE_S)  # somebody wanted it now
+        self._just_read.append(digest)
 
     def failed(self, digest: Digest, error: ErrorInfo) -> None:
         """Remember why an adapter cannot be used. The caller ends its sequences; a new `announce` tries again."""
@@ -148,24 +171,30 @@ class AdapterTable:
         """Decide what to free and what to read now.
 
         1. Forget what was retired and is no longer needed.
-        2. While the adapters on the device take more than `max_bytes`, evict those that no sequence joined, but one.
-        3. Read what is wanted: first for the oldest sequence, then as announced. Without a place, evict the least
-           recently used adapter that no sequence joined, else an unpinned one whose sequences are all newer;
-           without one, the adapter that has been there longest yields.
+        2. While the adapters on the device take more than `max_bytes`, evict those that no sequence joined, but one:
+           what has just been read, last.
+        3. Read what is wanted: first for the oldest sequence, then as announced. Without a place, evict an adapter
+           that no sequence joined, else an unpinned one whose sequences are all newer; without one, the adapter that
+           has been there longest yields.
+        Who is evicted among several: the one whose absence costs least, by `cost_of_absence`, per byte where bytes
+        are short.
         """
         actions: list[AdapterAction] = []
         for adapter in [a for a in self._adapters.values() if a.is_leaving and not a.joined]:
             if adapter.state is not AdapterState.LOADING:
                 actions += [FreeAdapter(adapter.digest)] if adapter.is_placed else []
                 del self._adapters[adapter.digest]
-        if self._is_squeezed and (squeezed := self._victim(None)) is not None:
+        if self._is_squeezed and (squeezed := self._victim(None, is_per_byte=True)) is not None:
             actions.append(self._evict(squeezed))
         self._is_squeezed = False
-        while self._placed_bytes() > self._max_bytes and self._num_placed() > 1 and (victim := self._victim(None)):
+        while self._placed_bytes() > self._max_bytes and self._num_placed() > 1:
+            if (victim := self._victim(None, is_per_byte=True)) is None:
+                break
             actions.append(self._evict(victim))
+        self._just_read.clear()
         self._yielding, self._yields_to = [], None
         for adapter in sorted(self._absent(), key=lambda a: (not a.joined, a.joined[:1])):
-            while not self._has_place(adapter) and (victim := self._victim(adapter)):
+            while not self._has_place(adapter) and (victim := self._victim(adapter, not self._is_full())):
                 actions.append(self._evict(victim))
             if self._has_place(adapter):
                 adapter.state = AdapterState.LOADING
@@ -174,8 +203,7 @@ class AdapterTable:
                 self._yields_to = adapter.joined[0]
                 ready = [a for a in self._adapters.values() if a.state is AdapterState.READY]
                 ready.sort(key=lambda a: a.ready_since)
-                is_full = self._num_placed() >= self._max_adapters
-                self._yielding = [a.digest for a in (ready[:1] if is_full else ready)]
+                self._yielding = [a.digest for a in (ready[:1] if self._is_full() else ready)]
         return actions
 
     @property
@@ -184,8 +212,8 @@ class AdapterTable:
         return self._is_squeezed
 
     def squeeze(self) -> bool:
-        """Give up the least recently used adapter that no sequence needs, at the next `plan`. False: there is none."""
-        self._is_squeezed = self._victim(None) is not None
+        """Give up the cheapest adapter per byte that no sequence needs, at the next `plan`. False: there is none."""
+        self._is_squeezed = self._victim(None, is_per_byte=True) is not None
         return self._is_squeezed
 
     def check(self) -> None:
@@ -205,13 +233,20 @@ class AdapterTable:
 
     def _has_place(self, adapter: _Adapter) -> bool:
         is_small_enough = self._placed_bytes() + adapter.num_bytes <= self._max_bytes
-        return self._num_placed() == 0 or (self._num_placed() < self._max_adapters and is_small_enough)
+        return self._num_placed() == 0 or (not self._is_full() and is_small_enough)
 
-    def _victim(self, wanting: _Adapter | None) -> _Adapter | None:
+    def _is_full(self) -> bool:
+        return self._num_placed() >= self._max_adapters
+
+    def _victim(self, wanting: _Adapter | None, is_per_byte: bool) -> _Adapter | None:
         ready = [a for a in self._adapters.values() if a.state is AdapterState.READY and not a.num_pinned]
         unjoined = [a for a in ready if not a.joined]
         newer = [a for a in ready if wanting and wanting.joined and a.joined > wanting.joined]
-        return min(unjoined or newer, key=lambda a: a.last_used_at, default=None)
+
+        def cost(adapter: _Adapter) -> tuple[bool, float]:
+            return adapter.digest in self._just_read, adapter.cost_of_absence(is_per_byte)
+
+        return min(unjoined or newer, key=cost, default=None)
 
     def _evict(self, adapter: _Adapter) -> FreeAdapter:
         adapter.state = AdapterState.ABSENT

@@ -221,7 +221,7 @@ class Scheduler:
                 continue
             if not self._start(sequence, step):
                 break
-            self._adapters.pin(sequence, now)
+            self._adapters.pin(sequence)
             if sequence.first_scheduled_at is None:
                 sequence.first_scheduled_at = now
             admitted.append(sequence)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nearline.protocol import CheckpointInfo, CheckpointKind, from_plain
 from nearline.protocol.errors import ErrorInfo
@@ -269,3 +271,34 @@ def test_a_private_repository_wants_the_token_and_a_wrong_one_is_told_from_none(
     assert "refuses this HF_TOKEN" in wrong["message"]
     assert status == 0
     assert "hf_right" not in json.dumps(lines)
+
+
+def tiny_adapter(directory: Path, **config: Any) -> Path:
+    """An adapter of one module of the tiny model, written without peft."""
+    directory.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(2, 64), name.format("B"): torch.ones(64, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(settings | config))
+    return directory
+
+
+def test_the_revisions_of_a_base_and_of_its_adapter_are_each_its_own(
+    root: Path, source: Path, tmp_path: Path, offline: dict[str, str]
+) -> None:
+    """`revision` in adapter_config.json is the base's, so it says nothing about where the adapter is."""
+    of_base: list[str] = []
+    with hub("org/tiny", source, of_base) as endpoint:
+        lines = run("import", "--root", root, "--source", "hub:org/tiny@v1", **offline, HF_ENDPOINT=endpoint)[1]
+    base = info(lines).digest
+    assert "/api/models/org/tiny/revision/v1" in of_base
+    directory = tiny_adapter(tmp_path / "a", base_model_name_or_path="org/tiny", revision="v1")
+    arguments = ("import", "--root", root, "--kind", "adapter", "--base", base, "--source")
+    for wanted, path in (("hub:org/a@v2", "/api/models/org/a/revision/v2"), ("hub:org/a", "/api/models/org/a")):
+        of_adapter: list[str] = []
+        with hub("org/a", directory, of_adapter) as endpoint:
+            status, lines, _ = run(*arguments, wanted, **offline, HF_ENDPOINT=endpoint)
+        assert (status, info(lines).base_digest) == (0, base)
+        assert [asked for asked in of_adapter if asked.startswith("/api/")] == [path]
+        assert not [asked for asked in of_adapter if "/v1" in asked or "org/tiny" in asked]

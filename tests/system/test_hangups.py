@@ -1,11 +1,14 @@
 """People who leave: what they had asked for costs the next ones nothing, and leaves nothing behind."""
 
+import http.client
 import json
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -35,6 +38,22 @@ def leave(platform: RunningPlatform, model: str, after_s: float, is_streamed: bo
         time.sleep(after_s)
 
 
+def first_token_s(platform: RunningPlatform, model: str, **options: Any) -> float:
+    """Ask for a stream on a connection of its own, leave at its first token; the time to it."""
+    url = urlsplit(platform.url)
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "temperature": 0, "stream": True}
+    connection = http.client.HTTPConnection(url.hostname or "", url.port or 0, timeout=30)
+    begun = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body | options), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    while not answer.readline().startswith(b"data: {"):
+        pass
+    took = time.perf_counter() - begun
+    answer.close()
+    connection.close()
+    return took
+
+
 def is_quiet(client: Client) -> bool:
     rows = client.admin.list("instances")
     is_idle = all(row["num_running"] == row["num_waiting"] == row["kv_tokens_used"] == 0 for row in rows)
@@ -61,6 +80,22 @@ def test_a_turn_cancelled_in_the_middle_changes_no_token_of_the_next_one_and_fre
         assert answer(platform, model) == fresh
     with platform.client() as client:
         assert eventually(lambda: is_quiet(client))
+
+
+def test_the_first_token_after_an_abandoned_stream_comes_as_soon_as_on_an_idle_platform(
+    platform: RunningPlatform, model: str
+) -> None:
+    """At most 1.5 times as late, and a step that is under way. Each had 1999 tokens to go, which take some seconds."""
+    with platform.client() as client:
+        idle, after = [], []
+        for _ in range(9):
+            assert eventually(lambda: is_quiet(client))
+            idle.append(first_token_s(platform, model, max_tokens=1))
+        for _ in range(9):
+            first_token_s(platform, model)
+            after.append(first_token_s(platform, model, max_tokens=1))
+        assert eventually(lambda: is_quiet(client), timeout_s=2.0)
+    assert statistics.median(after) <= 1.5 * statistics.median(idle) + 0.01, (idle, after)
 
 
 def test_those_who_leave_while_they_wait_are_never_run(platform: RunningPlatform, model: str) -> None:

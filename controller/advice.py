@@ -91,10 +91,13 @@ class Adviser:
         num_slots = sum(d.num_slots for node in self._fleet.nodes.values() for d in node.report.devices)
         if not num_slots or num_slots - len(self._fleet.instances) >= len(models):
             return  # nobody stands in anybody's way
+        slots = self._soonest_slots(models, now)
+        if not slots:
+            return  # every node has lost its link
         self.num_plans += 1
         self._keys = [model.key for model in models]
         self._groups = tuple(self._group(str(n), model, now) for n, model in enumerate(models))
-        self._slots = self._soonest_slots(models, now)
+        self._slots = slots
         self._adopt(planned(self._groups, self._slots))
         dues_s = [group.due_s - group.work_s for group in self._groups if group.due_s > group.work_s]
         self._late_at = now + max(_INTERVAL_S, min(dues_s, default=float("inf")))

@@ -31,6 +31,18 @@ def test_a_link_that_is_replaced_without_a_break_voids_what_ran_over_it() -> Non
     assert [d.attempt for d in w.take(do.Dispatch)] == [1, 2]
 
 
+def test_models_that_wait_while_every_node_is_gone_start_when_one_returns() -> None:
+    w = world("a", "b", "c")
+    node = w.nodes[NodeId("n1")]
+    w.disconnect(node)
+    for name in ("a", "b", "c"):
+        w.arrive(f"r-{name}", name)
+    w.sleep(0.5)
+    assert w.take(do.EnsureInstance) == []
+    w.connect(node)
+    assert len(w.take(do.EnsureInstance)) == 1
+
+
 def test_another_node_takes_over_after_the_grace() -> None:
     w = running_stream()
     w.add_node(report("n2", digests=["digest-of-a"]))

@@ -162,9 +162,9 @@ class LongOvercommittedTraffic(OvercommittedTraffic):
     pass
 
 
-_FEW = settings(max_examples=20, stateful_step_count=40, deadline=None)
+_FEW = settings(max_examples=60, stateful_step_count=40, deadline=None)
 Traffic.TestCase.settings = OvercommittedTraffic.TestCase.settings = _FEW
-LongTraffic.TestCase.settings = LongOvercommittedTraffic.TestCase.settings = settings(_FEW, max_examples=300)
+LongTraffic.TestCase.settings = LongOvercommittedTraffic.TestCase.settings = settings(_FEW, max_examples=1000)
 TestTraffic = Traffic.TestCase
 TestOvercommittedTraffic = OvercommittedTraffic.TestCase
 TestLongTraffic = pytest.mark.slow(LongTraffic.TestCase)

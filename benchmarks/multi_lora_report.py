@@ -17,7 +17,7 @@ _COLOURS = {"zipf": "#1f6f8b", "uniform": "#e0a458"}
 _MODE_COLOURS = {MergeMode.NEVER: "#b8b8b8", MergeMode.ALWAYS: "#e0a458", MergeMode.AUTO: "#1f6f8b"}
 
 
-WHY = """Beyond the places, each first use reads an adapter again and waits for a place: the figure shows how far that goes.
+WHY = """Beyond the places, a first use reads an adapter again and waits for a place: the figure shows what that costs.
 Dynamic switching is opt-in; where it merged no step, it ran the same steps as unmerged, and what differs is noise: one
 adapter's kernels cost little of a step here, less than copies and turns of modes would. First use from DRAM means
 through the page cache: 10 MB are copied into memory touched ahead, in one piece."""

@@ -57,9 +57,9 @@ class Stopwatch:
         self._seconds.append(time.perf_counter() - started)
         return result
 
-    def median_s(self) -> float:
-        """Of the calls since it was made; the prompts' steps are few among them."""
-        return statistics.median(self._seconds)
+    def median_s(self, num_calls: int) -> float:
+        """Of the last calls: those before belong to the prompts' steps."""
+        return statistics.median(self._seconds[-num_calls:])
 
     def remove(self) -> None:
         delattr(self._owner, self._name)
@@ -152,7 +152,7 @@ class OurEngine:
         finally:
             for clock in clocks.values():
                 clock.remove()
-        spent = {name: clock.median_s() for name, clock in clocks.items()}
+        spent = {name: clock.median_s(num_output) for name, clock in clocks.items()}
         return spent[part] if part in spent else step_s - sum(spent.values())
 
     def share_beside_busy(self, batch: int, num_prompt: int, num_output: int) -> float:

@@ -2,7 +2,7 @@
 
 The bound that keeps promises: a model without a slot drains a busy instance once it has waited `max_wait_fraction` of
 its class's target, and a busy instance leaves within `swap_drain_s`. So k models that compete for one slot each get it
-within k × (wait bound + swap_drain_s + start), however long the streams of the others are; and because an instance
+within k × (3 wait bounds + swap_drain_s + start), however long the streams of the others are; and because an instance
 keeps its slot for `residence_factor` × its start, swapping never takes more than a fixed part of the slot's time.
 """
 

@@ -44,7 +44,7 @@ def test_a_place_that_has_the_bytes_itself_is_taken_at_once() -> None:
     assert worth_waiting([node("near", 10 * GB), node("other", 10 * GB)], NEED, here, lambda _: 0.0, 0.0) is None
 
 
-def test_through_the_core_a_model_waits_for_its_node_but_never_beyond_its_wait_bound() -> None:
+def test_through_the_core_a_model_waits_for_its_node_but_never_beyond_three_wait_bounds() -> None:
     w = World()
     for name in ("a", "b"):
         w.post(happened.ModelAdded(model(name, num_bytes=20 * GB)))
@@ -57,8 +57,8 @@ def test_through_the_core_a_model_waits_for_its_node_but_never_beyond_its_wait_b
     w.take(do.EnsureInstance)
     w.arrive("r2", "b")
     assert w.take(do.EnsureInstance) == [], "n1 has the bytes in DRAM and should be free soon"
-    w.sleep(9.9)
+    w.sleep(29.9)
     assert w.take(do.EnsureInstance) == []
     w.sleep(0.2)
     (start,) = w.take(do.EnsureInstance)
-    assert start.node_id == "n2", "r1 still runs after half the target of 20 s"
+    assert start.node_id == "n2", "r1 still runs after three times half the target of 20 s"

@@ -28,9 +28,6 @@ class Bandwidths:
         self._rates[tier] += weight * (rate - self._rates[tier])
         self._measured[tier] = True
 
-    def is_measured(self, tier: Tier) -> bool:
-        return self._measured[tier]
-
     def __getitem__(self, tier: Tier) -> BytesPerSecond:
         return self._rates[tier]
 

@@ -1,13 +1,11 @@
 """`nearline model verify|copy|evict`, `nearline adapter verify|copy`: looking after bytes."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from rich.progress import Progress, TaskID
 from typer import Option
 
-from nearline.client.commands.models import BAR, Name, show_phase
-from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
-from nearline.protocol.errors import NodeLost
+from nearline.client.commands.models import Name, followed
+from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, print_json
 
 
 def verify_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
@@ -46,32 +44,17 @@ def copy_adapter(name: Name, node: Node = None, url: Url = None, api_key: ApiKey
 
 
 def _copy(kind: str, name: str, node: str | None, options: tuple[str | None, str | None, bool]) -> None:
-    as_json = options[2]
-    result: dict[str, Any] | None = None
     with connected(*options) as client:
-        with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=as_json) as progress:
-            tasks: dict[str, TaskID] = {}
-            for event in client.admin.copy(kind, name, node):
-                if not show_phase(progress, tasks, event):
-                    result = event
-        if result is None:
-            raise NodeLost(f"the copy of {name} ended without a result; see the platform's logs")
-        if as_json:
+        result = followed(client.admin.copy(kind, name, node), f"the copy of {name}", options[2])
+        if options[2]:
             print_json(result)
         else:
             console.print(f"[green]✓[/] {name} is on {result['node']} too: {megabytes(result['num_bytes'])}")
 
 
 def _verify(kind: str, name: str, url: str | None, api_key: str | None, as_json: bool) -> None:
-    result: dict[str, Any] | None = None
     with connected(url, api_key, as_json) as client:
-        with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=as_json) as progress:
-            tasks: dict[str, TaskID] = {}
-            for event in client.admin.verify(kind, name):
-                if not show_phase(progress, tasks, event):
-                    result = event
-        if result is None:
-            raise NodeLost(f"the verification of {name} ended without a result; see the platform's logs")
+        result = followed(client.admin.verify(kind, name), f"the verification of {name}", as_json)
         if as_json:
             print_json(result)
             return

@@ -1,5 +1,6 @@
 """`nearline model …` and `nearline adapter …`: what may be called."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from nearline.client.blocking import Client
 from nearline.client.commands.bulk import add_adapters
 from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
 from nearline.client.commands.settings import given, with_settings
-from nearline.protocol.errors import CheckpointCorrupt, NearlineError
+from nearline.protocol.errors import NearlineError, NodeLost
 
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
 adapter = typer.Typer(no_args_is_help=True, help="Register, list and remove LoRA adapters.")
@@ -94,15 +95,20 @@ def add_adapter(
 
 def register(client: Client, kind: str, body: dict[str, Any], is_quiet: bool = False) -> dict[str, Any]:
     """Register and show a progress bar. Returns the registered object as the platform describes it."""
-    registered: dict[str, Any] | None = None
+    return followed(client.admin.add(kind, body), f"the import of {body['name']}", is_quiet)
+
+
+def followed(events: Iterable[dict[str, Any]], what: str, is_quiet: bool) -> dict[str, Any]:
+    """Show the phases of long work as bars. Returns its result; raises NodeLost if it ends without one."""
+    result: dict[str, Any] | None = None
     with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=is_quiet) as progress:
         tasks: dict[str, TaskID] = {}
-        for event in client.admin.add(kind, body):
+        for event in events:
             if not show_phase(progress, tasks, event):
-                registered = event
-    if registered is None:
-        raise CheckpointCorrupt("the platform ended the import without a result; see its logs")
-    return registered
+                result = event
+    if result is None:
+        raise NodeLost(f"{what} ended without a result; see the platform's logs")
+    return result
 
 
 def show_phase(progress: Progress, tasks: dict[str, TaskID], event: dict[str, Any]) -> bool:

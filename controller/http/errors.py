@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from nearline.protocol.errors import ERRORS, Busy, ErrorInfo, NearlineError
+from nearline.protocol.errors import ERRORS, Busy, NearlineError
 
 DEFAULT_RETRY_AFTER_S = 2.0
 MAX_RETRY_AFTER_S = 120.0
@@ -24,11 +24,6 @@ def envelope(error: BaseException) -> dict[str, Any]:
         error = NearlineError("an internal error occurred; the controller's log has it under this request's id")
     row = ERRORS[type(error)]
     return {"error": {"message": error.message, "type": row.type, "param": error.param, "code": row.code}}
-
-
-def info_envelope(info: ErrorInfo) -> dict[str, Any]:
-    """The same for an error that was stored or received."""
-    return envelope(info.exception())
 
 
 def error_headers(error: BaseException) -> dict[str, str]:

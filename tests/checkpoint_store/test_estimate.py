@@ -10,10 +10,8 @@ GB = 10**9
 
 def test_the_first_measurement_replaces_the_assumption_and_later_ones_weigh_by_bytes() -> None:
     bandwidths = Bandwidths()
-    assert not bandwidths.is_measured(Tier.SSD)
     bandwidths.observe(Tier.SSD, 64 * 1024 * 1024, 0.01)
     assert bandwidths[Tier.SSD] == pytest.approx(64 * 1024 * 1024 / 0.01)
-    assert bandwidths.is_measured(Tier.SSD)
     before = bandwidths[Tier.SSD]
     bandwidths.observe(Tier.SSD, 256 * 1024 * 1024, 256 * 1024 * 1024 / (before / 2))
     assert bandwidths[Tier.SSD] == pytest.approx(0.75 * before)  # half the weight on half the rate

@@ -39,7 +39,7 @@ def test_what_verification_found_damaged_is_refused_until_verification_finds_it_
         store.acquire(manifest.digest)
     flip(weights, 70_000)
     store.verify(manifest.digest)
-    store.acquire(manifest.digest).done.result(5)
+    store.acquire(manifest.digest).done.result(20)
 
 
 def test_memory_that_holds_checked_bytes_serves_on_although_the_disk_is_damaged(
@@ -52,7 +52,7 @@ def test_memory_that_holds_checked_bytes_serves_on_although_the_disk_is_damaged(
     with pytest.raises(CheckpointCorrupt):
         store.verify(manifest.digest)
     with store.acquire(manifest.digest) as lease:
-        assert lease.done.result(5).num_bytes == 0
+        assert lease.done.result(20).num_bytes == 0
     store.evict(manifest.digest)
     with pytest.raises(CheckpointCorrupt):
         store.acquire(manifest.digest)

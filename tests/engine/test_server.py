@@ -141,8 +141,7 @@ def test_the_first_request_follows_the_bytes(
     shared: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
 ) -> None:
     shared.inbox.clear()
-    bound = shared.bind(checkpoints["b"], is_filled=False)
-    assert bound.bind_s < 0.5
+    shared.bind(checkpoints["b"], is_filled=False)
     shared.submit(request("r", [9, 8, 7]))
     time.sleep(0.2)
     assert shared.updates("r") == []

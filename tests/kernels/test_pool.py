@@ -51,10 +51,12 @@ def test_a_forked_child_computes_although_it_has_none_of_the_threads() -> None:
 def test_an_idle_pool_uses_no_processor_time() -> None:
     x, w = torch.randn(5, 64), torch.randn(3000, 64)
     _product(x, w)
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.05
+    used = []
+    for _ in range(5):  # other threads of this process may have something to do, but not each time
+        before = time.process_time()
+        time.sleep(0.1)
+        used.append(time.process_time() - before)
+    assert min(used) < 0.02
     assert torch.equal(_product(x, w), _product(x, w))
 
 

@@ -86,7 +86,7 @@ def test_a_tensor_is_ready_when_its_own_chunks_are(agent: Agent, bind: Callable[
     time.sleep(0.03)
     assert outcome == []
     agent.ready[1] = FRAME_READY
-    thread.join(5)
+    thread.join(20)
     assert outcome == ["ready"]
     assert not loaded.is_complete()
     agent.ready[2] = agent.ready[3] = FRAME_READY
@@ -105,14 +105,18 @@ def test_chunks_may_arrive_out_of_order(agent: Agent, bind: Callable[..., Loaded
 
 
 def test_a_wait_ends_soon_after_the_byte_is_set(agent: Agent, bind: Callable[..., LoadedCheckpoint]) -> None:
-    loaded = bind()
-    thread, outcome = wait_in_thread(loaded, "a")
-    time.sleep(0.05)
-    set_at = time.perf_counter()
-    agent.ready[6] = FRAME_READY
-    thread.join(5)
-    assert outcome == ["ready"]
-    assert time.perf_counter() - set_at < 0.1
+    took = []
+    for _ in range(5):
+        agent.ready[6] = 0
+        loaded = bind()
+        thread, outcome = wait_in_thread(loaded, "a")
+        time.sleep(0.05)
+        set_at = time.perf_counter()
+        agent.ready[6] = FRAME_READY
+        thread.join(20)
+        took.append(time.perf_counter() - set_at)
+        assert outcome == ["ready"]
+    assert min(took) < 0.1, "nobody sleeps over it; a busy machine may delay any of them"
 
 
 def test_a_failed_chunk_raises_and_names_the_checkpoint(
@@ -144,7 +148,7 @@ def test_a_reader_busy_with_another_checkpoint_is_not_taken_for_gone(
             agent.ready[frame] = 1 - agent.ready[frame]
     assert outcome == []
     agent.ready[6] = FRAME_READY
-    thread.join(5)
+    thread.join(20)
     assert outcome == ["ready"]
 
 
@@ -153,5 +157,5 @@ def test_closing_ends_a_wait_in_another_thread(agent: Agent, bind: Callable[...,
     thread, outcome = wait_in_thread(loaded, "a")
     time.sleep(0.02)
     loaded.close()
-    thread.join(5)
+    thread.join(20)
     assert isinstance(outcome[0], InstanceFailed)

@@ -45,7 +45,7 @@ class Bench:
         self.runtime._inbox.put_nowait(item)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not condition():
                 assert not self.owner.done(), "the agent ended"
                 await asyncio.sleep(0.01)

@@ -152,7 +152,7 @@ async def test_a_held_stream_answers_at_once_and_shows_signs_of_life(front: Fron
     async with front.session.post(front.url + PATH, json=body) as response:
         assert response.status == 200
         seen = b""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while seen.count(b": waiting") < 3:
                 seen += await response.content.readany()
         front.runtime.gate.set()
@@ -161,15 +161,12 @@ async def test_a_held_stream_answers_at_once_and_shows_signs_of_life(front: Fron
 
 
 async def test_the_first_token_leaves_before_the_second_exists(front: FrontDoor) -> None:
-    front.runtime.step_s = 0.2
-    loop = asyncio.get_running_loop()
+    front.runtime.step_s = 1.0
     async with front.session.post(front.url + PATH, json={"model": "tiny", "messages": HI, "stream": True}) as response:
         seen = b""
-        started_at = loop.time()
         while b'"content":"H"' not in seen:
             seen += await response.content.readany()
-        assert loop.time() - started_at < 0.39
-    assert front.runtime.handles[0].num_sent <= 2
+        assert front.runtime.handles[0].num_sent == 1
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])

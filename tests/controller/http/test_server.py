@@ -36,7 +36,7 @@ async def send(front: FrontDoor, data: bytes) -> tuple[int, dict[str, str], Any]
     host, port = front.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {key.lower(): value for key, _, value in (line.partition(": ") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from hypothesis import given
@@ -63,11 +63,13 @@ def test_it_follows_a_change_within_a_few_hundred_answers() -> None:
 
 def test_a_prediction_and_a_lesson_take_less_than_a_millisecond() -> None:
     predictor = LengthPredictor()
-    started = time.perf_counter()
+    took = []
     for n in range(500):
         kind = features(f"t{n % 40}", 1 + n * 7)
+        started = time.perf_counter()
         predictor.learn(kind, predictor.predict(kind), n)
-    assert (time.perf_counter() - started) / 500 < 1e-3
+        took.append(time.perf_counter() - started)
+    assert median(took) < 1e-3
 
 
 @dataclass(frozen=True)

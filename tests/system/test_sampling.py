@@ -169,4 +169,4 @@ def test_bad_grammars_harm_neither_the_engine_nor_the_answers_of_others(asked: A
     texts = asked.together(bodies)
     assert texts[0] == texts[4] == before == asked.text(**options)
     assert re.fullmatch("[01]{60}", texts[-1])
-    assert asked.platform.pids("nearline.engine") == engines
+    assert set(engines) <= set(asked.platform.pids("nearline.engine"))  # another may have been pre-warmed since

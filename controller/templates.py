@@ -8,8 +8,9 @@ import asyncio
 import ctypes
 import datetime
 import json
+import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,6 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 
 Message = Mapping[str, Any]
+
+Outcome = str | InvalidRequest
+
+INLINE_S = 0.005
+"""Time of computing that a render may take from the event loop; a longer one begins again in a thread."""
 
 RENDER_LIMIT_S = 2.0
 MAX_REPEATED_CHARS = 1_000_000
@@ -105,7 +111,63 @@ class ChatTemplate:
             "messages": [_normal(message, self._knows_developer) for message in messages],
             "tools": list(tools) if tools else None,
         }
-        return await _Render(self._template, variables).result(RENDER_LIMIT_S)
+        outcome = _alarm.run(lambda: _outcome(self._template, variables))
+        if outcome is None:
+            outcome = await _Render(self._template, variables).result(RENDER_LIMIT_S)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def _outcome(template: jinja2.Template, variables: dict[str, Any]) -> Outcome:
+    """Render; what goes wrong is the client's or the template's fault and is returned."""
+    try:
+        return template.render(variables)
+    except _Raised as error:
+        return InvalidRequest(f"the chat template refused the messages: {error.message}", param="messages")
+    except RecursionError:
+        return InvalidRequest("the chat template recurses without end", param="messages")
+    except Exception as error:
+        text = f"the chat template failed on these messages: {type(error).__name__}: {error}"
+        return InvalidRequest(text, param="messages")
+
+
+class _Alarm:
+    """Runs renders at once, on the event loop, but ends each that takes more than a few milliseconds of computing.
+
+    A timer of the process sends a signal; Python runs its handler in the main thread between two instructions of the
+    render, where raising ends it. Anywhere else the handler does nothing. Threads cost a short render most of its time.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._is_running = False
+
+    def run(self, render: Callable[[], Outcome]) -> Outcome | None:
+        """Render; None when it took too long, or when this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        if not self._is_set:
+            signal.signal(signal.SIGVTALRM, self._ring)
+            self._is_set = True
+        try:
+            self._is_running = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, INLINE_S, INLINE_S)  # again: a finaliser may swallow one
+            outcome = render()
+            self._is_running = False
+            return outcome
+        except _RenderTimeout:
+            return None
+        finally:
+            self._is_running = False
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+    def _ring(self, *_: object) -> None:
+        if self._is_running:
+            raise _RenderTimeout
+
+
+_alarm = _Alarm()
 
 
 class _Render:
@@ -115,9 +177,9 @@ class _Render:
         self._template = template
         self._variables = variables
         self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[str] = self._loop.create_future()
+        self._future: asyncio.Future[Outcome] = self._loop.create_future()
 
-    async def result(self, limit_s: float) -> str:
+    async def result(self, limit_s: float) -> Outcome:
         thread = threading.Thread(target=self._run, name="chat-template", daemon=True)
         thread.start()
         try:
@@ -130,27 +192,15 @@ class _Render:
                 _interrupt(thread)
 
     def _run(self) -> None:
-        outcome: str | Exception
         try:
-            outcome = self._template.render(self._variables)
-        except _Raised as error:
-            outcome = InvalidRequest(f"the chat template refused the messages: {error.message}", param="messages")
-        except RecursionError:
-            outcome = InvalidRequest("the chat template recurses without end", param="messages")
-        except Exception as error:
-            text = f"the chat template failed on these messages: {type(error).__name__}: {error}"
-            outcome = InvalidRequest(text, param="messages")
+            outcome = _outcome(self._template, self._variables)
         except _RenderTimeout:
             return
         self._loop.call_soon_threadsafe(self._finish, outcome)
 
-    def _finish(self, outcome: str | Exception) -> None:
-        if self._future.done():
-            return
-        if isinstance(outcome, str):
+    def _finish(self, outcome: Outcome) -> None:
+        if not self._future.done():
             self._future.set_result(outcome)
-        else:
-            self._future.set_exception(outcome)
 
 
 def _interrupt(thread: threading.Thread) -> None:

@@ -14,7 +14,7 @@ from nearline.protocol.frames import ToEngine
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _MAX_UNREAD_BYTES = 2 * MAX_FRAME_BYTES
-_RECEIVE_BYTES = 1024 * 1024
+_RECEIVE_BYTES = 64 * 1024
 _LENGTH = struct.Struct("<I")
 
 

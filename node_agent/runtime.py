@@ -65,7 +65,9 @@ class NodeRuntime:
             launches(config, hardware, pool.fd, pool.ready_fd, pool.layout), self._on_frame, self._on_exit
         )
         post = self._inbox.put_nowait
-        self._link = ControllerLink(config.controller_url, config.token, self._hello, post, lambda: post(ev.LinkLost()))
+        self._link = ControllerLink(
+            config.controller_url, config.token, self._hello, self._hear, lambda: post(ev.LinkLost())
+        )
         ports = RelayPorts(
             self._supervisor.send, self._link.send, store.directory, lambda instance_id: post(ev.Drained(instance_id))
         )
@@ -106,12 +108,21 @@ class NodeRuntime:
 
     async def _own(self) -> None:
         while True:
-            item = await self._inbox.get()
-            handler = self._message_handlers.get(type(item))
-            if handler:
-                self._guard(handler, item)
-            else:
-                self._decide(item)
+            self._take(await self._inbox.get())
+
+    def _hear(self, message: Any) -> None:
+        """Take what the controller says after all that came before it, at once when that is done: turns cost time."""
+        if self._inbox.empty():
+            self._take(message)
+        else:
+            self._inbox.put_nowait(message)
+
+    def _take(self, item: Any) -> None:
+        handler = self._message_handlers.get(type(item))
+        if handler:
+            self._guard(handler, item)
+        else:
+            self._decide(item)
 
     def _decide(self, event: ev.NodeEvent) -> None:
         for action in self._core.on(event, self._loop.time()):

@@ -1,7 +1,8 @@
 """Strict dataclass ⇄ msgpack codec. An unknown field, a missing field or a wrong type is an error, never a guess.
 
 A message is the two-element array [class name, {field: value}]. Nested dataclasses need no name: their type is
-declared by the field. Decoders are compiled once per class from its annotations.
+declared by the field; what a field holds by default is not sent. Decoders are compiled once per class from its
+annotations.
 """
 
 import types
@@ -43,8 +44,28 @@ def from_plain(cls: type[T], plain: Any) -> T:
 
 def encode(message: Any) -> bytes:
     """Encode one message (a dataclass instance) with its class name."""
-    packed: bytes = msgpack.packb([type(message).__name__, to_plain(message)])
+    packed: bytes = msgpack.packb([type(message).__name__, _sparse(message)])
     return packed
+
+
+_SCALARS = frozenset({int, str, float, bool, bytes, type(None)})
+_DEFAULTS: dict[type, tuple[tuple[str, Any], ...]] = {}
+
+
+def _sparse(value: Any) -> Any:
+    """As `to_plain`, but without the fields that hold their default."""
+    cls = type(value)
+    if cls in _SCALARS:
+        return value
+    if cls is tuple or cls is list:
+        return value if not value or isinstance(value[0], (int, float, str)) else [_sparse(item) for item in value]
+    if not is_dataclass(cls):
+        return {key: _sparse(item) for key, item in value.items()} if cls is dict else to_plain(value)
+    defaults = _DEFAULTS.get(cls)
+    if defaults is None:
+        defaults = _DEFAULTS[cls] = tuple((f.name, f.default) for f in fields(value))
+    # Identity, not equality: True is not sent as the 1 that it equals, nor -0.0 as 0.0.
+    return {name: _sparse(item) for name, default in defaults if (item := getattr(value, name)) is not default}
 
 
 class MessageCodec:

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -13,7 +13,6 @@ from aiohttp import web
 from nearline.controller.http.errors import envelope
 from nearline.protocol.errors import NearlineError
 
-T = TypeVar("T")
 Event = Mapping[str, Any]
 
 HEADERS = {
@@ -28,19 +27,24 @@ PEER_TIMEOUT_S = 20.0
 log = structlog.get_logger(__name__)
 
 
-async def stream_events(request: web.Request, events: AsyncIterator[Event], heartbeat_s: float) -> web.StreamResponse:
+async def stream_events(
+    request: web.Request, events: AsyncGenerator[Event, None], heartbeat_s: float
+) -> web.StreamResponse:
     """Send events until they end, then [DONE]. An error becomes the last frame, without [DONE].
 
     The response begins at once, before the first event exists.
     """
+    await asyncio.sleep(0)  # what the request has set in motion leaves before its headers do
     response = web.StreamResponse(headers=HEADERS)
     _drop_silent_peers(request)
     await response.prepare(request)
     await _write(response, b": ok\n\n")
+    heart = _Heart(request, response, heartbeat_s)
     try:
-        async with aclosing(with_heartbeats(events, heartbeat_s)) as beating:
-            async for event in beating:
-                await _write(response, b": waiting\n\n" if event is None else frame(event))
+        async with aclosing(events):
+            async for event in events:
+                heart.rest()
+                await _write(response, frame(event))
         await _write(response, DONE)
     except (asyncio.CancelledError, ConnectionError):
         raise
@@ -48,6 +52,8 @@ async def stream_events(request: web.Request, events: AsyncIterator[Event], hear
         if not isinstance(error, NearlineError):
             log.exception("stream_failed", path=request.path)
         await _write(response, frame(envelope(error)))
+    finally:
+        heart.stop()
     with suppress(ConnectionError):
         await response.write_eof()
     return response
@@ -58,32 +64,43 @@ def frame(event: Event) -> bytes:
     return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def with_heartbeats(items: AsyncIterator[T], heartbeat_s: float) -> AsyncGenerator[T | None, None]:
-    """Yield the items, and None whenever none came for `heartbeat_s`. Owns: `items`, closed when this ends."""
-    pending: asyncio.Task[T] | None = None
-    try:
-        while True:
-            pending = asyncio.ensure_future(_next(items))
-            while not pending.done():
-                await asyncio.wait({pending}, timeout=heartbeat_s)
-                if not pending.done():
-                    yield None
-            try:
-                item = pending.result()
-            except StopAsyncIteration:
-                return
-            yield item
-    finally:
-        if pending is not None and not pending.done():
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        close = getattr(items, "aclose", None)
-        if close is not None:
-            await close()
+class _Heart:
+    """Sends a comment whenever nothing was sent for `interval_s`. Owns: its timer and the comment under way.
 
+    A client that takes none loses its connection, which cancels the handler.
+    """
 
-async def _next(items: AsyncIterator[T]) -> T:
-    return await anext(items)
+    def __init__(self, request: web.Request, response: web.StreamResponse, interval_s: float) -> None:
+        self._request = request
+        self._response = response
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._sending: asyncio.Task[None] | None = None
+        self._rested_at = self._loop.time()
+        self._timer = self._loop.call_later(interval_s, self._beat)
+
+    def rest(self) -> None:
+        """Put the next comment off: something else is sent."""
+        self._rested_at = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def _beat(self) -> None:
+        if self._loop.time() >= self._rested_at + self._interval_s:
+            self.rest()
+            if self._sending is None or self._sending.done():
+                self._sending = asyncio.create_task(self._send(), name="heartbeat")
+        self._timer = self._loop.call_at(self._rested_at + self._interval_s, self._beat)
+
+    async def _send(self) -> None:
+        try:
+            await _write(self._response, b": waiting\n\n")
+        except ConnectionError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:

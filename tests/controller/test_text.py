@@ -98,8 +98,23 @@ async def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.Monke
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="simplify"):
         await ChatTemplate(loops, {}).render(TALK)
-    await asyncio.sleep(0.3)
-    assert not [thread for thread in threading.enumerate() if thread.name == "chat-template"]
+    for thread in [thread for thread in threading.enumerate() if thread.name == "chat-template"]:
+        await asyncio.to_thread(thread.join)  # it ends, or the test's own time does
+
+
+async def test_a_short_template_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearline.controller.templates._Render", None)
+    monkeypatch.setattr("nearline.controller.templates.INLINE_S", 600.0)
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    for _ in range(3):
+        assert await template.render([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
+async def test_a_render_begun_again_in_a_thread_gives_the_same_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearline.controller.templates.INLINE_S", 1e-6)  # rings at the first tick of the clock
+    counts = "{% for a in range(300) %}{% for b in range(300) %}{{ a - b }},{% endfor %}{% endfor %}"
+    expected = "".join(f"{a - b}," for a in range(300) for b in range(300))
+    assert await ChatTemplate(counts, {}).render(TALK) == expected
 
 
 def test_a_template_that_is_none_is_refused_when_loaded() -> None:

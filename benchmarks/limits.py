@@ -7,8 +7,10 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 
 READS = {
     "4 threads, 16 MiB": ["--ioengine=psync", "--numjobs=4", "--thread", "--bs=16M"],
@@ -72,6 +74,28 @@ class MemoryCopy:
         for thread in threads:
             thread.join()
         return part * num_threads / (time.perf_counter() - started)
+
+
+class MemoryRead:
+    """Reads one touched buffer with all cores, as a forward pass reads its weights. Owns half a gigabyte."""
+
+    def __init__(self) -> None:
+        self._buffer = np.ones(2 * _COPY_BYTES, np.uint8)
+
+    def bytes_per_s(self) -> float:
+        """Hash the buffer, which costs less than to read it; the best of five passes counts."""
+        parts = np.array_split(self._buffer, os.cpu_count() or 1)
+        best_s = min(self._once(parts) for _ in range(5))
+        return len(self._buffer) / best_s
+
+    def _once(self, parts: list[Any]) -> float:
+        threads = [threading.Thread(target=xxhash.xxh3_64_digest, args=(part,)) for part in parts]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - started
 
 
 def _fio(path: Path, options: list[str], kind: str) -> float:

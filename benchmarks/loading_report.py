@@ -185,11 +185,7 @@ def _remarks(found: Found) -> str:
         "pages, most rivals into fresh ones: first touch is slower than the disk on such a machine.",
     ]
     if found.rounds.get("swap"):
-        forward = found.median("swap", "forward") * 1e3
-        lines.append(
-            f"- Swap: the new model's one-token forward pass alone takes {forward:.0f} ms, all its weights once "
-            "through memory; unbinding and binding are the rest."
-        )
+        lines.append(_swap_remark(found))
     if found.rounds.get("ttft"):
         beside, prefill = (found.median("ttft", key) * 1e3 for key in ("prefill beside", "prefill"))
         lines.append(
@@ -197,11 +193,31 @@ def _remarks(found: Found) -> str:
             "the first layer waits for the whole embedding."
         )
     if found.rounds.get("import"):
-        lines.append(
-            "- Import: every byte crosses the disk three times: read from the source, written, read back and compared "
-            "with what was hashed; reads and writes share its bandwidth."
-        )
+        lines.append(_import_remark(found))
     return "\n".join(lines)
+
+
+def _swap_remark(found: Found) -> str:
+    keys = ("swap", "forward", "weights once through memory", "unbind and bind")
+    swap, forward, floor, bind = (found.median("swap", key) * 1e3 for key in keys)
+    return (
+        f"- Swap: the floor of the first token is {floor:.0f} ms, every weight read once at the "
+        f"{found.num_bytes / floor / 1e6:.0f} GB/s that all cores reach on this memory in the same rounds; the forward "
+        f"pass of the bound model takes {forward:.0f} ms, unbinding and binding {bind:.0f} ms, the rest of a swap's "
+        f"{swap:.0f} ms is what a first pass costs more than a later one."
+    )
+
+
+def _import_remark(found: Found) -> str:
+    cases = []
+    for key, crossings in (("from disk", "read and written once"), ("from memory", "written once")):
+        if found.values("import", f"{key} floor s"):
+            elapsed_s, floor_s = found.median("import", f"{key} s"), found.median("import", f"{key} floor s")
+            cases.append(f"{key}, every byte is {crossings}: {elapsed_s:.1f} s, the disk alone {floor_s:.1f} s")
+    return (
+        f"- Import: {'; '.join(cases)} (at the bandwidths of the same minute, reading and writing one after the other: "
+        "they share the disk). What was written is checked by the first load, which reads it anyway."
+    )
 
 
 def plot(found: Found, path: Path) -> None:

@@ -1,16 +1,23 @@
 /* y = x · wᵀ + bias for row-major weights, streamed once and read as they lie in the checkpoint.
  *
  * Batch-invariant: an output is sixteen running sums over the inner dimension, folded by the fixed tree of vec.h, and
- * that is so whatever tile, chunk or thread computes it. A tile is up to 4 weight rows × ROWS_PER_TILE tokens.
+ * that is so whatever tile, chunk or thread computes it. A tile is up to 4 weight rows × TOKENS_PER_TILE tokens.
  */
 #include "ops.h"
 
 #define OUTPUTS_PER_TILE 4
-#define TOKENS_PER_PANEL 64 /* tokens whose activations stay in the L2 cache while weights pass */
+#if defined(__AVX512F__)
+#define TOKENS_PER_TILE 6
+#else
+#define TOKENS_PER_TILE 2
+#endif
+#define PANEL_BYTES 20480 /* of activations that stay in the L1 cache while weights pass from L2 */
+#define MAX_PANEL_TOKENS 64
+#define TOKENS_PER_CLAIM 256
 #define IS_DOT(dt) (HAS_DOT_BF16 && (dt) == BF16)
 
 typedef struct {
-    const char *x[ROWS_PER_TILE];
+    const char *x[TOKENS_PER_TILE];
     const char *w[OUTPUTS_PER_TILE];
     const char *next; /* weights to prefetch meanwhile: `lines` cache lines for each one that is read of a row */
     long lines;
@@ -29,23 +36,30 @@ INLINE void prefetch_step(const tile_rows *rows, long byte) {
 }
 
 #if HAS_DOT_BF16
-INLINE void accumulate_dot(v16 acc[OUTPUTS_PER_TILE][4], const tile_rows *rows, long dim, int num_rows) {
-    for (long m = 0; m < dim; m += 32) {
-        prefetch_step(rows, 2 * m);
-        __mmask32 mask = dim - m >= 32 ? 0xffffffffu : (1u << (dim - m)) - 1;
-        __m512bh w[OUTPUTS_PER_TILE];
+INLINE void dot_step(v16 acc[OUTPUTS_PER_TILE][TOKENS_PER_TILE], const tile_rows *rows, long m, int num_rows,
+                     __mmask32 mask) {
+    __m512bh w[OUTPUTS_PER_TILE];
+    UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++)
+        w[n] = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows->w[n] + 2 * m);
+    UNROLL for (int r = 0; r < num_rows; r++) {
+        __m512bh x = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows->x[r] + 2 * m);
         UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++)
-            w[n] = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows->w[n] + 2 * m);
-        UNROLL for (int r = 0; r < num_rows; r++) {
-            __m512bh x = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows->x[r] + 2 * m);
-            UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++)
-                acc[n][r] = (v16)_mm512_dpbf16_ps((__m512)acc[n][r], x, w[n]);
-        }
+            acc[n][r] = (v16)_mm512_dpbf16_ps((__m512)acc[n][r], x, w[n]);
     }
+}
+
+INLINE void accumulate_dot(v16 acc[OUTPUTS_PER_TILE][TOKENS_PER_TILE], const tile_rows *rows, long dim, int num_rows) {
+    long m = 0;
+    for (; m + 32 <= dim; m += 32) {
+        prefetch_step(rows, 2 * m);
+        dot_step(acc, rows, m, num_rows, 0xffffffffu);
+    }
+    if (m < dim) dot_step(acc, rows, m, num_rows, (1u << (dim - m)) - 1);
 }
 #endif
 
-INLINE void accumulate_fma(v16 acc[OUTPUTS_PER_TILE][4], const tile_rows *rows, long dim, int num_rows, int dt) {
+INLINE void accumulate_fma(v16 acc[OUTPUTS_PER_TILE][TOKENS_PER_TILE], const tile_rows *rows, long dim, int num_rows,
+                           int dt) {
     long m = 0;
     for (; m + 16 <= dim; m += 16) {
         v16 w[OUTPUTS_PER_TILE];
@@ -65,20 +79,21 @@ INLINE void accumulate_fma(v16 acc[OUTPUTS_PER_TILE][4], const tile_rows *rows, 
     }
 }
 
-/* Returns lanes [4r … 4r+3] = the four outputs of token r. */
-INLINE v16 fold_tile(v16 acc[OUTPUTS_PER_TILE][4], int num_rows) {
+/* Returns lanes [4r … 4r+3] = the four outputs of token `first` + r, r < 4. */
+INLINE v16 fold_tile(v16 acc[OUTPUTS_PER_TILE][TOKENS_PER_TILE], int first, int num_rows) {
     v16 zero = splat(0.0f), by_output[OUTPUTS_PER_TILE];
     UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++) {
-        v16 low = num_rows > 1 ? FOLD8(acc[n][0], acc[n][1]) : FOLD8(acc[n][0], zero);
-        v16 high = num_rows > 3 ? FOLD8(acc[n][2], acc[n][3]) : num_rows > 2 ? FOLD8(acc[n][2], zero) : zero;
+        const v16 *of = acc[n] + first;
+        v16 low = num_rows > 1 ? FOLD8(of[0], of[1]) : FOLD8(of[0], zero);
+        v16 high = num_rows > 3 ? FOLD8(of[2], of[3]) : num_rows > 2 ? FOLD8(of[2], zero) : zero;
         by_output[n] = FOLD4(low, high);
     }
     v16 even = FOLD2(by_output[0], by_output[1]), odd = FOLD2(by_output[2], by_output[3]);
     return FOLD1(even, odd);
 }
 
-INLINE void store_tile(const linear_args *args, v16 out, long token, long output, int num_rows) {
-    int out_dt = args->out_dt;
+INLINE void store_tile(const linear_args *args, v16 out, long token, long output, int num_rows,
+                       int out_dt) {
     long count = args->num_outputs - output < OUTPUTS_PER_TILE ? args->num_outputs - output : OUTPUTS_PER_TILE;
     char lanes[64];
     store16(lanes, out, out_dt);
@@ -108,7 +123,7 @@ INLINE void tile(const linear_args *args, long token, long output, int num_rows,
     }
     UNROLL for (int r = 0; r < num_rows; r++)
         rows.x[r] = (const char *)args->x + (token + r) * args->x_stride * x_width;
-    v16 acc[OUTPUTS_PER_TILE][4];
+    v16 acc[OUTPUTS_PER_TILE][TOKENS_PER_TILE];
     UNROLL for (int n = 0; n < OUTPUTS_PER_TILE; n++)
         UNROLL for (int r = 0; r < num_rows; r++) acc[n][r] = splat(0.0f);
 #if HAS_DOT_BF16
@@ -117,39 +132,49 @@ INLINE void tile(const linear_args *args, long token, long output, int num_rows,
     else
 #endif
         accumulate_fma(acc, &rows, args->dim, num_rows, dt);
-    v16 out = fold_tile(acc, num_rows);
-    if (args->bias) out += bias_lanes(args, output, dt);
-    if (args->out_dt == F32)
-        store_tile(&(linear_args){.y = args->y, .y_stride = args->y_stride, .num_outputs = args->num_outputs,
-                                  .out_dt = F32}, out, token, output, num_rows);
-    else
-        store_tile(&(linear_args){.y = args->y, .y_stride = args->y_stride, .num_outputs = args->num_outputs,
-                                  .out_dt = dt}, out, token, output, num_rows);
+    UNROLL for (int first = 0; first < num_rows; first += 4) {
+        int count = num_rows - first < 4 ? num_rows - first : 4;
+        v16 out = fold_tile(acc, first, count);
+        if (args->bias) out += bias_lanes(args, output, dt);
+        if (args->out_dt == F32)
+            store_tile(args, out, token + first, output, count, F32);
+        else
+            store_tile(args, out, token + first, output, count, dt);
+    }
 }
 
-INLINE void tile_of(const linear_args *args, long token, long output, long left, int dt, const char *next, long lines) {
-#if ROWS_PER_TILE == 4
-    if (left >= 4) tile(args, token, output, 4, dt, next, lines);
-    if (left == 3) tile(args, token, output, 3, dt, next, lines);
-    if (left == 2) tile(args, token, output, 2, dt, next, lines);
-#else
-    if (left >= 2) tile(args, token, output, 2, dt, next, lines);
+INLINE void tile_of(const linear_args *args, long token, long output, long count, int dt, const char *next,
+                    long lines) {
+#if TOKENS_PER_TILE == 6
+    if (count == 6) tile(args, token, output, 6, dt, next, lines);
+    if (count == 5) tile(args, token, output, 5, dt, next, lines);
+    if (count == 4) tile(args, token, output, 4, dt, next, lines);
+    if (count == 3) tile(args, token, output, 3, dt, next, lines);
 #endif
-    if (left == 1) tile(args, token, output, 1, dt, next, lines);
+    if (count == 2) tile(args, token, output, 2, dt, next, lines);
+    if (count == 1) tile(args, token, output, 1, dt, next, lines);
 }
 
+/* Equal panels of at most PANEL_BYTES, and equal tiles of a panel: a small last one would waste registers. */
 INLINE void span(const linear_args *args, long first, int dt) {
-    long row_bytes = args->dim * width_of(dt);
+    long row_bytes = args->dim * width_of(dt), x_bytes = args->dim * (IS_DOT(dt) ? 2 : 4);
     long ahead = OUTPUTS_PER_TILE * (row_bytes <= 2048 ? 2 : 1); /* short rows leave little time: ask earlier */
-    for (long panel = 0; panel < args->num_tokens; panel += TOKENS_PER_PANEL) {
-        long end = panel + TOKENS_PER_PANEL < args->num_tokens ? panel + TOKENS_PER_PANEL : args->num_tokens;
-        long num_tiles = (end - panel + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
-        long lines = num_tiles >= 4 ? 1 : num_tiles >= 2 ? 2 : 4; /* per tile, so that the tiles share the four rows */
+    long most = PANEL_BYTES / (x_bytes ? x_bytes : 1) / TOKENS_PER_TILE * TOKENS_PER_TILE;
+    most = most < TOKENS_PER_TILE ? TOKENS_PER_TILE : most < MAX_PANEL_TOKENS ? most : MAX_PANEL_TOKENS;
+    long num_panels = (args->num_tokens + most - 1) / most;
+    for (long p = 0; p < num_panels; p++) {
+        long panel = args->num_tokens * p / num_panels, end = args->num_tokens * (p + 1) / num_panels;
+        long num_tiles = (end - panel + TOKENS_PER_TILE - 1) / TOKENS_PER_TILE;
+        long lines = p ? 0 : num_tiles >= 4 ? 1 : num_tiles >= 2 ? 2 : 4; /* per tile: they share the four rows */
         for (long n = first; n < args->num_outputs; n += OUTPUTS_PER_TILE) {
             const char *next = (const char *)args->w + (n + ahead) * row_bytes;
             const char *stop = next + OUTPUTS_PER_TILE * row_bytes;
-            for (long t = panel; t < end; t += ROWS_PER_TILE, next += lines * row_bytes)
-                tile_of(args, t, n, end - t, dt, next, next < stop ? lines : 0);
+            long t = panel;
+            for (long left = num_tiles; left; left--, next += lines * row_bytes) {
+                long count = (end - t + left - 1) / left;
+                tile_of(args, t, n, count, dt, next, next < stop ? lines : 0);
+                t += count;
+            }
         }
     }
 }
@@ -235,7 +260,7 @@ void linear_run(const linear_args *args, void *gated, int kind) {
     if (!args->num_tokens || !args->num_outputs) return;
     linear_loop loop = {.args = linear_prepare(args, SCRATCH_LINEAR), .gated = gated, .kind = kind};
     loop.outputs_per_claim = linear_grain(args);
-    loop.tokens_per_claim = 4 * TOKENS_PER_PANEL;
+    loop.tokens_per_claim = TOKENS_PER_CLAIM;
     long num_outputs = gated ? args->num_outputs / 2 : args->num_outputs;
     loop.num_output_claims = (num_outputs + loop.outputs_per_claim - 1) / loop.outputs_per_claim;
     long token_claims = (args->num_tokens + loop.tokens_per_claim - 1) / loop.tokens_per_claim;

@@ -41,6 +41,15 @@ def test_an_aim_that_is_missed_says_by_how_much_and_what_was_not_measured_is_not
     assert "| tensorizer" not in text
 
 
+def test_swaps_and_imports_are_told_beside_what_the_machine_alone_would_take() -> None:
+    swap = {"swap": 0.15, "forward": 0.12, "unbind and bind": 0.01, "weights once through memory": 0.1}
+    imported = {"write": 2.0 * GB, "from memory": 1.0 * GB, "from memory s": 3.0, "from memory floor s": 1.5}
+    text = body(found(swap=[swap], **{"import": [imported]}))
+    assert "the floor of the first token is 100 ms, every weight read once at the 30 GB/s" in text
+    assert "from memory, every byte is written once: 3.0 s, the disk alone 1.5 s (" in text
+    assert "from disk" not in text
+
+
 @pytest.mark.slow
 def test_a_small_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()

@@ -24,6 +24,11 @@ class AsyncAdmin:
         data: list[dict[str, Any]] = listed["data"]
         return data
 
+    async def fleet(self) -> dict[str, Any]:
+        """Everything at one instant: `models`, `instances`, `queues` and `nodes`, and the server's `version`."""
+        shown: dict[str, Any] = await self._transport.json("GET", "/admin/fleet")
+        return shown
+
     async def show(self, kind: str, name: str) -> dict[str, Any]:
         shown: dict[str, Any] = await self._transport.json("GET", f"/admin/{kind}/{quote(name, safe='/:')}")
         return shown

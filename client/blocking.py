@@ -154,6 +154,10 @@ class Admin:
     def list(self, kind: str) -> list[dict[str, Any]]:
         return self._loop.run(self._admin.list(kind))
 
+    def fleet(self) -> dict[str, Any]:
+        """Everything at one instant."""
+        return self._loop.run(self._admin.fleet())
+
     def show(self, kind: str, name: str) -> dict[str, Any]:
         return self._loop.run(self._admin.show(kind, name))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from nearline import __version__
-from nearline.client.commands import demo, errands, fleet, invoke, models, profile, settings, up
+from nearline.client.commands import demo, errands, fleet, invoke, logs, models, profile, settings, up
 
 
 def _print_version(wanted: bool) -> None:
@@ -36,6 +36,8 @@ app.add_typer(invoke.job, name="job")
 app.command("ps")(fleet.ps)
 app.command("nodes")(fleet.nodes)
 app.command("queues")(fleet.queues)
+app.command("top")(fleet.top)
+app.command("logs")(logs.logs)
 app.command("demo")(demo.demo)
 up.pass_through(app, {"controller": up.controller, "node": up.node, "replay": up.replay, "simulate": up.simulate})
 

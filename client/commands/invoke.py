@@ -4,10 +4,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 
-from nearline.client.blocking import Client
-from nearline.client.commands.options import ApiKey, Json, Url, connected, console, notices, print_json
+from nearline.client.commands.options import ApiKey, Json, Rows, Url, connected, console, listed, notices, print_json
 from nearline.client.commands.waterfall import waterfall
 from nearline.client.types import Output
 
@@ -145,19 +145,14 @@ def list_jobs(
     as_json: Json = False,
 ) -> None:
     """Show your newest jobs."""
-    with connected(url, api_key, as_json) as client:
-        _list(client, limit, as_json)
+    listed(lambda client: client.jobs(limit), _jobs_table, (url, api_key, as_json))
 
 
-def _list(client: Client, limit: int, as_json: bool) -> None:
-    jobs = client.jobs(limit)
-    if as_json:
-        print_json(jobs)
-        return
+def _jobs_table(rows: Rows) -> RenderableType:
     table = Table("JOB", "MODEL", "STATUS", "ATTEMPTS", box=None)
-    for row in jobs:
+    for row in rows:
         table.add_row(row["id"], str(row.get("model")), row["status"], str(row.get("attempts", "")))
-    console.print(table if jobs else "no jobs")
+    return table if rows else "no jobs"
 
 
 def _show(shown: dict[str, Any], as_json: bool) -> None:

@@ -5,12 +5,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from nearline.client.blocking import Client
 from nearline.client.commands.bulk import add_adapters
-from nearline.client.commands.options import ApiKey, Json, Url, connected, console, megabytes, notices, print_json
+from nearline.client.commands.options import (
+    ApiKey,
+    Json,
+    Rows,
+    Url,
+    connected,
+    console,
+    listed,
+    megabytes,
+    notices,
+    print_json,
+)
 from nearline.client.commands.settings import given, with_settings
 from nearline.protocol.errors import NearlineError, NodeLost
 
@@ -134,30 +146,28 @@ def absolute(source: str) -> str:
 @model.command("list")
 def list_models(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show every registered model, where its bytes are and what runs."""
-    with connected(url, api_key, as_json) as client:
-        rows = client.admin.list("models")
-        if as_json:
-            print_json(rows)
-            return
-        table = Table("MODEL", "STATE", "TIER", "SIZE", "DTYPE", "CONTEXT", "INSTANCES", box=None)
-        for row in rows:
-            size, context = megabytes(row["num_bytes"]), str(row["max_context_tokens"])
-            table.add_row(row["id"], row["state"], row["tier"], size, row["dtype"], context, str(row["num_instances"]))
-        console.print(table if rows else "no models; add one with: nearline model add NAME SOURCE")
+    listed(lambda client: client.admin.list("models"), _models_table, (url, api_key, as_json))
+
+
+def _models_table(rows: Rows) -> RenderableType:
+    table = Table("MODEL", "STATE", "TIER", "SIZE", "DTYPE", "CONTEXT", "INSTANCES", box=None)
+    for row in rows:
+        size, context = megabytes(row["num_bytes"]), str(row["max_context_tokens"])
+        table.add_row(row["id"], row["state"], row["tier"], size, row["dtype"], context, str(row["num_instances"]))
+    return table if rows else "no models; add one with: nearline model add NAME SOURCE"
 
 
 @adapter.command("list")
 def list_adapters(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show every registered adapter and its base."""
-    with connected(url, api_key, as_json) as client:
-        rows = client.admin.list("adapters")
-        if as_json:
-            print_json(rows)
-            return
-        table = Table("ADAPTER", "BASE", "RANK", "SIZE", box=None)
-        for row in rows:
-            table.add_row(row["id"], row["base"], str(row["rank"]), megabytes(row["num_bytes"]))
-        console.print(table if rows else "no adapters; add one with: nearline adapter add NAME SOURCE --base MODEL")
+    listed(lambda client: client.admin.list("adapters"), _adapters_table, (url, api_key, as_json))
+
+
+def _adapters_table(rows: Rows) -> RenderableType:
+    table = Table("ADAPTER", "BASE", "RANK", "SIZE", box=None)
+    for row in rows:
+        table.add_row(row["id"], row["base"], str(row["rank"]), megabytes(row["num_bytes"]))
+    return table if rows else "no adapters; add one with: nearline adapter add NAME SOURCE --base MODEL"
 
 
 @model.command("show")

@@ -2,17 +2,19 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from nearline.client.blocking import Client
 from nearline.client.config import API_KEY_VARIABLE, URL_VARIABLE
 from nearline.protocol.errors import NearlineError
+
+Rows = list[dict[str, Any]]
 
 Url = Annotated[str | None, typer.Option("--url", envvar=URL_VARIABLE, help="Where the platform answers.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar=API_KEY_VARIABLE, help="Your tenant's key.")]
@@ -52,6 +54,20 @@ def connected(url: str | None, api_key: str | None, as_json: bool = False) -> It
         raise typer.Exit(130) from None
     finally:
         client.close()
+
+
+def listed(
+    read: Callable[[Client], Rows],
+    table_of: Callable[[Rows], RenderableType],
+    options: tuple[str | None, str | None, bool],
+) -> None:
+    """A verb that lists: a table for people, one JSON array for programs. `options` are url, API key and --json."""
+    with connected(*options) as client:
+        rows = read(client)
+        if options[2]:
+            print_json(rows)
+        else:
+            console.print(table_of(rows))
 
 
 def megabytes(num_bytes: float) -> str:

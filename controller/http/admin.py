@@ -8,9 +8,11 @@ from typing import Any
 
 from aiohttp import web
 
+from nearline import __version__
 from nearline.controller.http.door import Door, door_of
 from nearline.controller.http.errands import errand_routes
 from nearline.controller.http.errors import envelope
+from nearline.controller.http.ports import Snapshot
 from nearline.controller.http.registration import Event, Registrar, adapter_object, check_limits, model_object
 from nearline.controller.http.schemas import AdapterBody, ModelBody, ModelPatch, parse
 from nearline.controller.http.sse import stream_events
@@ -36,6 +38,7 @@ class Admin:
             web.get("/admin/adapters", list_adapters),
             web.get("/admin/adapters/{name:.+}", get_adapter),
             web.delete("/admin/adapters/{name:.+}", self.remove_adapter),
+            web.get("/admin/fleet", show_fleet),
             *[web.get(f"/admin/{kind}", list_rows) for kind in ("instances", "nodes", "queues")],
         ]
 
@@ -78,7 +81,7 @@ class Admin:
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     door = door_of(request)
-    seen = _Seen(door)
+    seen = _Seen(door, door.runtime.snapshot())
     return _listed([seen.of(spec) for spec in door.registry.models.values()])
 
 
@@ -86,7 +89,7 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     door, name = door_of(request), request.match_info["name"]
     if name not in door.registry.models:
         raise ModelNotFound(f"no model is named {name!r}", param="name")
-    seen = _Seen(door)
+    seen = _Seen(door, door.runtime.snapshot())
     spec = door.registry.models[name]
     return web.json_response(seen.of(spec) | {"profiles": seen.profiles(spec)})
 
@@ -106,11 +109,26 @@ async def list_rows(request: web.Request) -> web.StreamResponse:
     return _listed(door_of(request).runtime.snapshot()[request.path.rpartition("/")[2]])
 
 
+async def show_fleet(request: web.Request) -> web.StreamResponse:
+    """All of it at once, for whoever watches: models, instances, queues and nodes, these without their checkpoints."""
+    door = door_of(request)
+    rows = door.runtime.snapshot()
+    seen = _Seen(door, rows)
+    return web.json_response(
+        {
+            "version": __version__,
+            "models": [seen.of(spec) for spec in door.registry.models.values()],
+            "instances": rows["instances"],
+            "queues": rows["queues"],
+            "nodes": [{k: v for k, v in node.items() if k not in ("residency", "profiles")} for node in rows["nodes"]],
+        }
+    )
+
+
 class _Seen:
     """What the fleet says of models: one snapshot, indexed, so that a list of many models takes one look."""
 
-    def __init__(self, door: Door) -> None:
-        snapshot = door.runtime.snapshot()
+    def __init__(self, door: Door, snapshot: Snapshot) -> None:
         self._nodes = snapshot["nodes"]
         self._states: defaultdict[str, list[str]] = defaultdict(list)
         self._num_waiting: Counter[str] = Counter()

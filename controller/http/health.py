@@ -1,6 +1,7 @@
 """/, /health/live, /health/ready and /metrics. None of them wakes a model or needs a key."""
 
 import asyncio
+from pathlib import Path
 
 from aiohttp import web
 
@@ -9,10 +10,20 @@ from nearline.controller.http.door import Door, door_of
 from nearline.protocol.errors import NearlineError
 
 PROBE_LIMIT_S = 2.0
+DASHBOARD = (Path(__file__).parent / "static" / "dashboard.html").read_bytes()
+PAGE_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+    " connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "Vary": "Accept",
+}
 
 
 async def welcome(request: web.Request) -> web.StreamResponse:
-    """What answers here, and where to go on."""
+    """What answers here, and where to go on; browsers get the dashboard, which asks for a key if one is needed."""
+    if "text/html" in request.headers.get("Accept", ""):
+        return web.Response(body=DASHBOARD, headers=PAGE_HEADERS)
     links = {"models": "/v1/models", "health": "/health/ready", "metrics": "/metrics", "routes": "docs/api.md"}
     return web.json_response({"name": "nearline", "version": __version__, "links": links})
 

@@ -1,5 +1,7 @@
 """/admin: what it says of many models at once."""
 
+import re
+
 from nearline.protocol import ModelId, ModelSpec
 from tests.controller.http.conftest import FrontDoor, checkpoint
 
@@ -26,3 +28,23 @@ async def test_a_list_of_models_takes_one_look_at_the_fleet(front: FrontDoor) ->
     assert (found["m3"]["state"], found["m3"]["num_instances"], found["m3"]["num_waiting"]) == ("ready", 1, 3)
     assert [found[name]["tier"] for name in ("m3", "m7", "m8")] == ["device", "ssd", "remote"]
     assert (found["tiny"]["adapters"], found["m7"]["adapters"]) == (["acme/pirate"], [])
+
+
+async def test_the_fleet_at_once_says_what_its_lists_say(front: FrontDoor) -> None:
+    status, fleet, _ = await front.get("/admin/fleet")
+    assert status == 200
+    for kind in ("models", "instances", "queues"):
+        assert fleet[kind] == (await front.get(f"/admin/{kind}"))[1]["data"]
+    assert [model["id"] for model in fleet["models"]]
+    assert [node["id"] for node in fleet["nodes"]] == [n["id"] for n in (await front.get("/admin/nodes"))[1]["data"]]
+    assert not any("residency" in node or "profiles" in node for node in fleet["nodes"])
+
+
+async def test_a_browser_gets_a_page_that_needs_nothing_from_elsewhere(front: FrontDoor) -> None:
+    async with front.session.get(front.url + "/", headers={"Accept": "text/html,*/*;q=0.8"}) as response:
+        page = await response.text()
+        assert response.content_type == "text/html"
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert page.startswith("<!doctype html>")
+    assert not re.findall(r"https?://|//[a-z]+\.|src=|href=|innerHTML", page)
+    assert 'fetch("admin/fleet"' in page

@@ -1,4 +1,4 @@
-"""Turns a draft into a committed checkpoint directory: staged, synced, read back, and renamed into place.
+"""Turns a draft into a committed checkpoint directory: staged, synced, and renamed into place.
 
 A crash at any moment leaves either no checkpoint or a whole one; what it leaves in `incoming/` names its process,
 so that `sweep_incoming` can tell a dead import from one at work.
@@ -39,8 +39,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manifest:
     """Write `draft` under `root` and commit it as `checkpoints/<digest>`. The same content twice is one checkpoint.
 
-    Raises StorageFull (needed and available bytes), CheckpointCorrupt when what was written does not read back.
-    Whatever it raises, nothing of the attempt stays on disk.
+    Raises StorageFull (needed and available bytes), CheckpointCorrupt when a tensor gives other bytes than it promised.
+    Whatever it raises, nothing of the attempt stays on disk. Every byte crosses the disk once: whether it arrived is
+    checked by the first load, which reads it anyway.
     """
     reporter = reporter or Reporter()
     (root / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def commit(root: Path, staging: Path, manifest: Manifest, reporter: Reporter) ->
 
 
 def _write_weights(path: Path, header: bytes, draft: Draft, reporter: Reporter) -> tuple[str, ...]:
-    """Write header and tensors, each piece read back from disk; return the digest of every chunk."""
+    """Write header and tensors; return the digest of every chunk."""
     total = len(header) + sum(t.num_bytes for t in draft.tensors)
     digests, hasher = [], xxhash.xxh3_128()
     writer = WeightsWriter(path)
@@ -119,7 +120,6 @@ def _write_weights(path: Path, header: bytes, draft: Draft, reporter: Reporter) 
         writer.finish()
     finally:
         writer.close()
-    reporter.progress("verifying", total, total)
     if total % CHUNK_BYTES:
         digests.append(hasher.hexdigest())
     return tuple(digests)

@@ -92,6 +92,7 @@ class ReadJob:
 
 ChunkDone = Callable[[ReadJob, ChunkRead, CheckpointCorrupt | None], None]
 Window = Callable[[Bytes, Seconds], None]
+_Part = Callable[[ReadJob, ChunkRead, memoryview], None]
 
 
 class ChunkReader:
@@ -110,8 +111,9 @@ class ChunkReader:
         self._window_started_at = 0.0
         self._window_bytes = 0
         self._window_chunks = 0
+        num_threads = max_readers + _NUM_CORES  # some check what they have read while others read on
         self._threads = [
-            threading.Thread(target=self._work, name=f"nearline-read-{i}", daemon=True) for i in range(max_readers)
+            threading.Thread(target=self._work, name=f"nearline-read-{i}", daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -163,15 +165,18 @@ class ChunkReader:
                 chunk = job.queue.popleft()
                 job.num_active += 1
                 self._enter()
-            error = self._read(job, chunk)
-            self._on_chunk(job, chunk, error)
+            error = self._tried(self._read, job, chunk)
+            if error is None and job.is_verifying:
+                self._left(chunk.num_bytes, is_followed=True)
+                error = self._tried(self._check, job, chunk)
+                self._on_chunk(job, chunk, error)
+            else:
+                self._on_chunk(job, chunk, error)
+                self._left(0 if error else chunk.num_bytes)
             with self._wake:
                 job.num_active -= 1
                 if not job.queue and not job.num_active:
                     self._retire(job)
-                window = self._leave(0 if error else chunk.num_bytes)
-            if window:
-                self._on_window(*window)
 
     def _has_work(self) -> bool:
         return self._num_active < self._depth.num_readers and any(job.has_place for job in self._jobs)
@@ -185,12 +190,18 @@ class ChunkReader:
             self._jobs.remove(job)
             job.close()
 
-    def _read(self, job: ReadJob, chunk: ChunkRead) -> CheckpointCorrupt | None:
+    @staticmethod
+    def _read(job: ReadJob, chunk: ChunkRead, view: memoryview) -> None:
+        job.file().read_into(view, chunk.offset)
+
+    @staticmethod
+    def _check(job: ReadJob, chunk: ChunkRead, view: memoryview) -> None:
+        check_digest(view, chunk.digest, f"{job.path}: chunk {chunk.index} (byte {chunk.offset})")
+
+    def _tried(self, part: _Part, job: ReadJob, chunk: ChunkRead) -> CheckpointCorrupt | None:
         try:
             with self._pool.frame(chunk.frame) as frame, frame[: chunk.num_bytes] as view:
-                job.file().read_into(view, chunk.offset)
-                if job.is_verifying:
-                    check_digest(view, chunk.digest, f"{job.path}: chunk {chunk.index} (byte {chunk.offset})")
+                part(job, chunk, view)
         except CheckpointCorrupt as error:
             return CheckpointCorrupt(error.message)  # without a traceback: its frames would hold views of the pool
         except Exception as error:  # a reading thread must outlive any surprise, and the lease must hear of it
@@ -202,6 +213,15 @@ class ChunkReader:
         if self._num_active == 0:
             self._start_window()
         self._num_active += 1
+
+    def _left(self, num_bytes: Bytes, is_followed: bool = False) -> None:
+        """Count a reader out. `is_followed`: it has something else to do, so another thread takes its place."""
+        with self._wake:
+            window = self._leave(num_bytes)
+            if is_followed:
+                self._wake.notify()
+        if window:
+            self._on_window(*window)
 
     def _start_window(self) -> None:
         self._window_started_at = time.monotonic()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearline.checkpoint_store.buffers import direct_buffer
+from nearline.checkpoint_store.page_cache import is_cached
 from nearline.checkpoint_store.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from nearline.checkpoint_store.types import CHUNK_BYTES, DATA_ALIGNMENT, TensorEntry
 from nearline.protocol import Bytes
@@ -70,7 +71,7 @@ class _Source:
         """Read into `buffer`, two alignments longer than `count`; what is returned is shorter where the file ends."""
         skip = offset % DATA_ALIGNMENT
         block = buffer[skip : skip + count]
-        got = 0 if self._direct_fd is None else self._read_cached(block, offset)
+        got = self._read_cached(block, offset) if self._direct_fd is not None else 0
         if got < count and self._direct_fd is not None:
             padded = -(-(skip + count) // DATA_ALIGNMENT) * DATA_ALIGNMENT
             got = self._read_direct(buffer[:padded], offset - skip) - skip
@@ -85,8 +86,8 @@ class _Source:
 
     def _read_cached(self, block: memoryview, offset: Bytes) -> Bytes:
         try:
-            return os.preadv(self._fd, [block], offset, os.RWF_NOWAIT)
-        except OSError:  # not in the page cache, or the file system cannot tell
+            return os.preadv(self._fd, [block], offset, os.RWF_NOWAIT) if is_cached(self._fd, offset, len(block)) else 0
+        except (OSError, ValueError):  # it left the page cache meanwhile, the file ends, or the file system cannot tell
             return 0
 
     def _read_direct(self, block: memoryview, start: Bytes) -> Bytes:

@@ -1,20 +1,16 @@
-"""Writes one weights file from a stream of blocks and reads every piece back: threads write and check with direct I/O
-while the caller reads its source, so that the disk is never idle and nothing goes through the page cache.
+"""Writes one weights file from a stream of blocks: threads write with direct I/O while the caller reads its source, so
+that the disk is never idle and nothing goes through the page cache. What is on disk is checked by the first load.
 """
 
 import errno
 import os
 import queue
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-
-import xxhash
 
 from nearline.checkpoint_store.buffers import direct_buffer
 from nearline.checkpoint_store.types import CHUNK_BYTES, DATA_ALIGNMENT
 from nearline.protocol import Bytes
-from nearline.protocol.errors import CheckpointCorrupt
 
 _PIECE_BYTES: Bytes = CHUNK_BYTES // 2
 _NUM_PIECES = 4
@@ -26,8 +22,7 @@ class WeightsWriter:
     """A new file, written in order. Owns two chunks of memory, its threads and the file descriptor, until `close`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._direct_fd: int | None = self._open_direct()
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(_NUM_PIECES):
@@ -39,8 +34,7 @@ class WeightsWriter:
         """Bytes taken so far."""
 
     def write(self, block: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes. Raises what an earlier write raised: OSError, or CheckpointCorrupt when a piece does not
-        read back."""
+        """Take the next bytes. Raises what an earlier write raised."""
         view = memoryview(block).cast("B")
         while len(view):
             part = view[: _PIECE_BYTES - self._filled]
@@ -53,7 +47,7 @@ class WeightsWriter:
                 self._piece = self._free.get()
 
     def finish(self) -> None:
-        """Wait until everything is on disk and has been found right there. Raises as `write`."""
+        """Wait until everything is on disk. Raises as `write`."""
         if self._filled:
             self._send_off()
         for future in self._under_way:
@@ -79,47 +73,27 @@ class WeightsWriter:
         self._filled = 0
 
     def _store(self, piece: memoryview, start: Bytes, count: Bytes) -> None:
+        padded, done = -(-count // DATA_ALIGNMENT) * DATA_ALIGNMENT, 0
+        piece[count:padded] = bytes(padded - count)
         try:
-            digest = xxhash.xxh3_128_digest(piece[:count])
-            self._write_out(piece, start, count)
-            got = self._read_back(piece, start, count)
-            if got < count or xxhash.xxh3_128_digest(piece[:count]) != digest:
-                raise CheckpointCorrupt(
-                    f"{self._path}: bytes {start} to {start + count} do not read back as they were written; "
-                    "check the disk, then import again"
-                )
+            while done < padded:
+                done += self._write_some(piece[done:padded], start + done)
         finally:
             self._free.put(piece)
 
-    def _write_out(self, piece: memoryview, start: Bytes, count: Bytes) -> None:
-        padded = -(-count // DATA_ALIGNMENT) * DATA_ALIGNMENT
-        piece[count:padded] = bytes(padded - count)
-        done = 0
-        while done < padded:
-            done += self._try_direct(os.pwritev, piece[done:padded], start + done)
-
-    def _read_back(self, piece: memoryview, start: Bytes, count: Bytes) -> Bytes:
-        padded, done = -(-count // DATA_ALIGNMENT) * DATA_ALIGNMENT, 0
-        while done < count:
-            got = self._try_direct(os.preadv, piece[done:padded], start + done)
-            if not got:
-                break
-            done += got
-        return done
-
-    def _try_direct(self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: Bytes) -> Bytes:
-        """Write or read directly; where that is refused, through the page cache."""
+    def _write_some(self, view: memoryview, offset: Bytes) -> Bytes:
+        """Write directly; where that is refused, through the page cache."""
         direct_fd = self._direct_fd
         if direct_fd is not None and offset % DATA_ALIGNMENT == 0:
             try:
-                return call(direct_fd, [view], offset)
+                return os.pwritev(direct_fd, [view], offset)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-        return call(self._fd, [view], offset)
+        return os.pwritev(self._fd, [view], offset)
 
     def _open_direct(self) -> int | None:
         try:
-            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
             return None

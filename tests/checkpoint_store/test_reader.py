@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,16 @@ def job_for(directory: Path, manifest: Manifest, first_frame: int = 0, is_urgent
     return ReadJob(manifest.digest, path, manifest.num_bytes, chunks, trusted, is_urgent)
 
 
+def stamp_of(directory: Path, manifest: Manifest) -> FileStamp:
+    status = (directory / manifest.digest / "model.safetensors").stat()
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def trusted_job(directory: Path, manifest: Manifest, **options: Any) -> ReadJob:
+    """A job without anything to check: as many chunks are under way as there are readers."""
+    return job_for(directory, manifest, trusted=stamp_of(directory, manifest), **options)
+
+
 def test_frames_hold_the_file_and_every_chunk_is_reported_once(
     tmp_path: Path, pool: DramPool, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
 ) -> None:
@@ -97,9 +108,9 @@ def test_what_somebody_waits_for_is_read_before_a_preload(
 ) -> None:
     background, urgent = (checkpoints.commit_random(tmp_path, 10, seed) for seed in (1, 2))
     recorder.hold.clear()
-    reader.submit(job_for(tmp_path, background, is_urgent=False))
+    reader.submit(trusted_job(tmp_path, background, is_urgent=False))
     recorder.wait(4)  # every reader holds a chunk of the preload
-    reader.submit(job_for(tmp_path, urgent, first_frame=20))
+    reader.submit(trusted_job(tmp_path, urgent, first_frame=20))
     recorder.hold.set()
     recorder.wait(20)
     assert {job.digest for job, _, _ in recorder.chunks[4:10]} == {urgent.digest}
@@ -110,8 +121,8 @@ def test_a_preload_that_somebody_starts_waiting_for_moves_up(
 ) -> None:
     first, second = (checkpoints.commit_random(tmp_path, 10, seed) for seed in (1, 2))
     recorder.hold.clear()
-    reader.submit(job_for(tmp_path, first, is_urgent=False))
-    waited_for = job_for(tmp_path, second, first_frame=20, is_urgent=False)
+    reader.submit(trusted_job(tmp_path, first, is_urgent=False))
+    waited_for = trusted_job(tmp_path, second, first_frame=20, is_urgent=False)
     reader.submit(waited_for)
     recorder.wait(4)
     reader.promote(waited_for)
@@ -124,7 +135,7 @@ def test_cancelling_returns_exactly_the_chunks_that_were_not_started(
     tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
 ) -> None:
     manifest = checkpoints.commit_random(tmp_path, 30, seed=1)
-    job = job_for(tmp_path, manifest)
+    job = trusted_job(tmp_path, manifest)
     recorder.hold.clear()
     reader.submit(job)
     recorder.wait(4)
@@ -137,6 +148,18 @@ def test_cancelling_returns_exactly_the_chunks_that_were_not_started(
     assert reader.queued_bytes() == 0
     assert not job.is_open
     assert reader.cancel(job) == []
+
+
+def test_readers_read_on_while_what_they_read_is_checked(
+    tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    """Each held chunk occupies a thread after its check; the four places at the disk are taken by others."""
+    recorder.hold.clear()
+    reader.submit(job_for(tmp_path, checkpoints.commit_random(tmp_path, 30, seed=1)))
+    recorder.wait(5)
+    recorder.hold.set()
+    recorder.wait(30)
+    assert sorted(recorder.indices) == list(range(30))
 
 
 @pytest.mark.parametrize("at_byte", [5000, 3 * 65536 + 17, -1])
@@ -160,9 +183,7 @@ def test_a_trusted_file_is_not_checked_again_but_a_rewritten_one_is(
     tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
 ) -> None:
     manifest = checkpoints.commit_random(tmp_path, 3, seed=1)
-    path = tmp_path / manifest.digest / "model.safetensors"
-    status = path.stat()
-    stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    path, stamp = tmp_path / manifest.digest / "model.safetensors", stamp_of(tmp_path, manifest)
     first = job_for(tmp_path, manifest, trusted=stamp)
     reader.submit(first)
     recorder.wait(3)
@@ -179,7 +200,7 @@ def test_bandwidth_is_reported_per_window_of_chunks_and_at_the_end(
     manifest = checkpoints.commit_random(tmp_path, 40, seed=1)
     reader.submit(job_for(tmp_path, manifest))
     recorder.wait(40)
-    time.sleep(0.05)
+    reader.close()  # whose threads report their last window first
     assert sum(num_bytes for num_bytes, _ in recorder.windows) == manifest.num_bytes
     assert len(recorder.windows) >= 2
     assert all(seconds > 0 for _, seconds in recorder.windows)

@@ -11,7 +11,7 @@
 #define KEYS_AHEAD 48   /* positions between a key that is read and the one to prefetch */
 #define VALUES_AHEAD 32 /* the same for the values, which are read after the whole tile is scored */
 #define SPAN 64  /* positions whose values are widened once for many rows */
-#define ROWS_WANTED 32
+#define ROWS_WANTED 48
 
 typedef struct {
     const attention_args *args;
@@ -51,10 +51,10 @@ static void *take(char **cursor, long bytes) {
 
 static workspace workspace_of(const attention_loop *loop) {
     long D = loop->args->head_dim, rows = loop->rows_max, part_bytes = 4 * partial_floats(rows, D);
-    long bytes = (D + 16) * 64 + rows * TILE * 4 + SPAN * D * 4 + rows * D * 4 + 2 * part_bytes + rows * 8 + TILE * 8;
+    long bytes = 2 * (D + 16) * 64 + rows * TILE * 4 + SPAN * D * 4 + rows * D * 4 + 2 * part_bytes + rows * 8 + TILE * 8;
     char *cursor = scratch(SCRATCH_ATTENTION, bytes + 10 * 64);
     workspace w;
-    w.keys = take(&cursor, (D + 16) * 64);
+    w.keys = take(&cursor, 2 * (D + 16) * 64);
     w.scores = take(&cursor, rows * TILE * 4);
     w.widened = take(&cursor, SPAN * D * 4);
     w.queries = take(&cursor, rows * D * 4);
@@ -149,24 +149,37 @@ INLINE void prefetch_positions(const attention_args *args, const item_t *item, c
     }
 }
 
+/* Transposes the keys of the group of positions that begins at `start`, as far as they lie in [first, last). */
+INLINE void load_group(const attention_args *args, const item_t *item, long start, long first, long last, v16 *keys,
+                       int dt) {
+    const char *rows[GROUP];
+    long low = max_of(start, first), high = min_of(start + GROUP, last);
+    find_rows(args, item, args->k_cache, low, high, rows + (low - start));
+    for (long i = 0; i < low - start; i++) rows[i] = rows[low - start]; /* unseen: any readable row, masked later */
+    for (long i = high - start; i < GROUP; i++) rows[i] = rows[high - start - 1];
+    long keys_at = start + KEYS_AHEAD, values_at = start + VALUES_AHEAD;
+    prefetch_positions(args, item, args->k_cache, keys_at, min_of(keys_at + GROUP, last));
+    prefetch_positions(args, item, args->v_cache, values_at, min_of(values_at + GROUP, last));
+    transpose_keys(rows, args->head_dim / (IS_DOT(dt) ? 2 : 1), keys, dt);
+}
+
 INLINE void score_tile(const attention_args *args, const item_t *item, long tile, workspace *w, int dt) {
     long first = max_of(tile, item->lowest), last = min_of(tile + TILE, item->highest);
     long words = args->head_dim / (IS_DOT(dt) ? 2 : 1);
-    for (long start = first / GROUP * GROUP; start < last; start += GROUP) {
-        const char *rows[GROUP];
-        long low = max_of(start, first), high = min_of(start + GROUP, last), group = start - tile;
-        find_rows(args, item, args->k_cache, low, high, rows + (low - start));
-        for (long i = 0; i < low - start; i++) rows[i] = rows[low - start]; /* unseen: any readable row, masked later */
-        for (long i = high - start; i < GROUP; i++) rows[i] = rows[high - start - 1];
-        long keys_at = start + KEYS_AHEAD, values_at = start + VALUES_AHEAD;
-        prefetch_positions(args, item, args->k_cache, keys_at, min_of(keys_at + GROUP, last));
-        prefetch_positions(args, item, args->v_cache, values_at, min_of(values_at + GROUP, last));
-        transpose_keys(rows, words, w->keys, dt);
+    const v16 *const keys[2] = {w->keys, w->keys + args->head_dim + 16};
+    for (long start = first / GROUP * GROUP; start < last; start += 2 * GROUP) {
+        long group = start - tile, next = start + GROUP;
+        load_group(args, item, start, first, last, w->keys, dt);
+        if (next < last) load_group(args, item, next, first, last, w->keys + args->head_dim + 16, dt);
         for (long row = 0; row < item->num_rows; row += ROW_BLOCK) {
             block_t b = block_of(item, row, tile, args->window);
-            if (b.low < group + GROUP && b.high > group)
-                score_block(w->query_rows + row, w->keys, words, w->scores + row * TILE + group, TILE, args->scale,
-                            args->softcap, b.count, IS_DOT(dt));
+            const char **queries = w->query_rows + row;
+            float *scores = w->scores + row * TILE + group;
+            if (b.low >= group + 2 * GROUP || b.high <= group) continue;
+            if (b.high > group + GROUP) /* two groups share the loads of the queries */
+                score_groups(queries, keys, words, scores, TILE, args->scale, args->softcap, b.count, 2, IS_DOT(dt));
+            else
+                score_groups(queries, keys, words, scores, TILE, args->scale, args->softcap, b.count, 1, IS_DOT(dt));
         }
     }
 }

@@ -228,9 +228,11 @@ INLINE float sum16(v16 a) {
 }
 
 INLINE float top16(v16 a) {
-    float best = a[0];
-    for (int i = 1; i < 16; i++) best = a[i] > best ? a[i] : best;
-    return best;
+    a = max16(a, __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    a = max16(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    a = max16(a, __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    a = max16(a, __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    return a[0];
 }
 
 /* exp with a relative error below 2e-7; arguments under -87 give 0. */

@@ -139,6 +139,12 @@ def measure_parts(ours: Worker, batch: int) -> dict[str, float]:
     return {part: ours.ask("part_s", part, batch, *WINDOWS[batch]) for part in engine_report.PARTS}
 
 
+def measure_floors(ours: Worker, batches: tuple[int, ...]) -> dict[str, float]:
+    """Seconds below which no engine of 16 bits can go on this machine, by measure."""
+    floors = {f"decode {batch}": ours.ask("floor_s", batch, True) for batch in batches}
+    return floors | {"prefill": ours.ask("floor_s", engine_report.PREFILL_TOKENS, False)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -157,10 +163,11 @@ def main() -> None:
             seconds = measure(started, num_rounds, batches)
             ours = started.workers["nearline bf16"]
             traffic = {} if options.quick else measure_traffic(ours, min(num_rounds, 2))
+            floors = measure_floors(ours, batches)
             parts = {batch: measure_parts(ours, batch) for batch in batches}
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    text = engine_report.report(seconds, traffic, parts, started.notes)
+    text = engine_report.report(seconds, traffic, parts, floors, started.notes)
     print(text)
     if not options.quick:
         path = record.write("engine", "Decoding and prefill of a small model on a CPU", text)

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import structlog
+import torch
 
 from benchmarks.engine_report import PARTS
+from nearline import kernels
 from nearline.checkpoint_store import CheckpointStore, StoreConfig
 from nearline.engine.instance import BoundInstance, EngineHabits
 from nearline.loader import MappedPool
@@ -142,6 +144,13 @@ class OurEngine:
         bandwidth = read_bytes_per_s()
         return self.weight_bytes / bandwidth / self.decode_s(1, num_prompt, num_output)
 
+    def floor_s(self, num_tokens: int, has_logits: bool) -> float:
+        """The longer of reading all weights once and of their products with so many tokens, logits included or not."""
+        spec = self.instance._runner.spec
+        head = 0 if has_logits else spec.vocab_size * spec.model_dim
+        num_flop = 2 * (self.weight_bytes // 2 - head) * num_tokens
+        return max(self.weight_bytes / read_bytes_per_s(), num_flop / product_flop_per_s())
+
     def part_s(self, part: str, batch: int, num_prompt: int, num_output: int) -> float:
         """Seconds per decoding step in one of PARTS; "rest" is what none of them covers."""
         runner = self.instance._runner
@@ -212,6 +221,17 @@ def read_bytes_per_s() -> float:
             thread.join()
         best = min(best, time.perf_counter() - started)
     return sum(part.nbytes for part in parts) / best
+
+
+def product_flop_per_s() -> float:
+    """What our bf16 product does on operands that lie in the caches, best of twenty."""
+    x_TM, w_NM = torch.ones(512, 1536, dtype=torch.bfloat16), torch.ones(576, 1536, dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(20):
+        started = time.perf_counter()
+        kernels.linear(x_TM, w_NM)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 512 * 1536 * 576 / best
 
 
 def random_prompt(num_tokens: int, seed: int) -> list[int]:

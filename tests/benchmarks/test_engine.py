@@ -21,7 +21,7 @@ def test_ratios_are_of_one_round_and_against_the_fastest_rival() -> None:
         ("llama.cpp F16", "decode 1"): [0.018],
     }
     assert engine_report.ratios(seconds, aim) == pytest.approx([1.5, 1.5, 1.4])
-    text = engine_report.report(seconds, {"gap": [2.5]}, {1: {"forward": 0.01}}, {"nearline bf16": "nearline"})
+    text = engine_report.report(seconds, {"gap": [2.5]}, {1: {"forward": 0.01}}, {}, {"nearline bf16": "nearline"})
     assert "| bf16 batch 1 / llama.cpp BF16 or llama.cpp F16 | ≥ 1.3 × | 1.50 (1.40–1.50) | yes |" in text
     assert "≤ 2 | 2.50 (2.50–2.50) | no: 0.80 of the aim |" in text
     assert "| nearline bf16 | 100 |" in text
@@ -30,7 +30,15 @@ def test_ratios_are_of_one_round_and_against_the_fastest_rival() -> None:
 def test_rivals_that_are_missing_leave_their_aims_out() -> None:
     seconds = {("nearline bf16", "decode 8"): [0.02]}
     assert engine_report.ratios(seconds, engine_report.AIMS[1]) == []
-    assert "llama.cpp" not in engine_report.report(seconds, {}, {1: {}}, {})
+    assert "llama.cpp" not in engine_report.report(seconds, {}, {1: {}}, {}, {})
+
+
+def test_a_missed_aim_is_held_against_what_the_machine_allows() -> None:
+    seconds = {("nearline bf16", "decode 32"): [0.04], ("llama.cpp BF16", "decode 32"): [0.08]}
+    text = engine_report.report(seconds, {}, {32: {"forward": 0.04}}, {"decode 32": 0.03}, {})
+    assert "| batch 32 / llama.cpp BF16 | 20.0 | 40.0 | 30.0 | 0.75 | beyond this machine |" in text
+    text = engine_report.report(seconds, {}, {32: {"forward": 0.04}}, {"decode 32": 0.01}, {})
+    assert "asks for 0.50 of the floor" in text
 
 
 def test_the_longest_gap_is_the_one_that_ends_after_the_moment_asked_for() -> None:

@@ -121,9 +121,9 @@ def test_a_client_that_leaves_during_a_cold_start_leaves_a_model_that_works(
     platform: RunningPlatform, tiny_llama_dir: Callable[..., Path]
 ) -> None:
     with platform.client() as client:
-        register(client, "cold", tiny_llama_dir(seed=92, max_position_embeddings=4096))
+        register(client, "left-cold", tiny_llama_dir(seed=92, max_position_embeddings=4096))
         for after_s in (0.0, 0.02, 0.1):
-            leave(platform, "cold", after_s)
-        assert len(answer(platform, "cold")) > 0
+            leave(platform, "left-cold", after_s)
+        assert len(answer(platform, "left-cold")) > 0
         assert eventually(lambda: is_quiet(client))
-        client.admin.remove("models", "cold")
+        client.admin.remove("models", "left-cold")

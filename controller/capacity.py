@@ -84,6 +84,10 @@ class CapacityDesk:
 
     def plan(self, now: Seconds) -> None:
         """Give every model that wants an instance the best place there is, the most urgent model first."""
+        if not self._wanting:  # an instance became idle, and nobody waits for its slot: the usual case
+            self.waiting = []
+            self._agenda.timers.drop(("plan", ""))
+            return
         claimed: dict[InstanceId, None] = {}
         self._replan_at = float("inf")
         models = self._in_order(now)

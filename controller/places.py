@@ -61,7 +61,7 @@ class PlaceDesk:
 
     def _fill_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
         for request in model.queue.candidates(now):
-            choice = dispatch.choose(instances, request, now, self._config)
+            choice = dispatch.choose(instances, request, self._config)
             if choice is not None:
                 self._send(request, self._fleet.instances[choice.instance_id], choice.reason, now)
                 return True

@@ -67,9 +67,10 @@ class Promises:
     def _of(self, request: RequestRecord) -> Tally:
         info = request.info
         key = (info.model_id, info.slo.slo_class, info.tenant)
-        if key not in self.rows and len(self.rows) >= _MAX_ROWS:
-            key = (info.model_id, info.slo.slo_class, OTHERS)
         tally = self.rows.get(key)
+        if tally is None and len(self.rows) >= _MAX_ROWS:
+            key = (info.model_id, info.slo.slo_class, OTHERS)
+            tally = self.rows.get(key)
         if tally is None:
             tally = self.rows[key] = Tally()
         return tally

@@ -126,8 +126,9 @@ class NodeRecord:
         return self.report.node_id
 
     def apply(self, report: NodeReport) -> None:
+        if report.residency is not self.report.residency or len(self.residency) != len(report.residency):
+            self.residency = {row.digest: row for row in report.residency}
         self.report = report
-        self.residency = {row.digest: row for row in report.residency}
         self.profiles = {profile.digest: profile for profile in report.profiles}
 
     def imported(self, checkpoint: CheckpointInfo) -> None:

@@ -5,22 +5,24 @@ import heapq
 from nearline.protocol import Seconds
 
 TimerKey = tuple[str, str]
+_Entry = tuple[Seconds, int, TimerKey]
 
 
 class Timers:
     """One instant per key: setting a key again replaces it. Due keys come in order of (instant, order of setting)."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Seconds, int, TimerKey]] = []
-        self._current: dict[TimerKey, tuple[Seconds, int]] = {}
+        self._heap: list[_Entry] = []
+        self._current: dict[TimerKey, _Entry] = {}  # all else in the heap was replaced or dropped
         self._count = 0
 
     def set(self, key: TimerKey, at: Seconds) -> None:
-        if key in self._current and self._current[key][0] == at:
+        entry = self._current.get(key)
+        if entry is not None and entry[0] == at:
             return
         self._count += 1
-        self._current[key] = (at, self._count)
-        heapq.heappush(self._heap, (at, self._count, key))
+        entry = self._current[key] = (at, self._count, key)
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 2 * len(self._current):
             self._compact()
 
@@ -31,9 +33,9 @@ class Timers:
     def next_at(self) -> Seconds | None:
         """The earliest instant that is still wanted."""
         while self._heap:
-            at, count, key = self._heap[0]
-            if self._current.get(key) == (at, count):
-                return at
+            entry = self._heap[0]
+            if self._current.get(entry[2]) is entry:
+                return entry[0]
             heapq.heappop(self._heap)
         return None
 
@@ -47,5 +49,5 @@ class Timers:
         return key
 
     def _compact(self) -> None:
-        self._heap = [(at, count, key) for key, (at, count) in self._current.items()]
+        self._heap = list(self._current.values())
         heapq.heapify(self._heap)

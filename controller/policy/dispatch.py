@@ -28,22 +28,23 @@ class Choice:
     reason: str
 
 
-def choose(instances: Iterable[InstanceView], request: RequestView, now: Seconds, config: CoreConfig) -> Choice | None:
-    """Choose an instance for a request, or None if it must wait. Ties go to the smaller id."""
+def choose(roomy: Iterable[InstanceView], request: RequestView, config: CoreConfig) -> Choice | None:
+    """Choose among instances that have room, or None if the request must wait. Ties go to the smaller id."""
     best: tuple[float, InstanceId] | None = None
-    reason = ""
-    for instance in instances:
-        if not has_room(instance, now, config) or not instance.node.holds(request.info.adapter_digest):
+    chosen: InstanceView | None = None
+    for instance in roomy:
+        if not instance.node.holds(request.info.adapter_digest):
             continue
-        if is_suspect(request, config) and instance.in_flight:
+        if instance.in_flight and is_suspect(request, config):
             continue
         load = load_of(instance) / instance.max_running
         rank = (load - affinity(instance, request), instance.instance_id)
         if best is None or rank < best:
-            best = rank
-            reason = f"{load_of(instance)} of {instance.max_running} places taken"
-            reason += _why(instance, request)
-    return None if best is None else Choice(best[1], reason)
+            best, chosen = rank, instance
+    if chosen is None:
+        return None
+    reason = f"{load_of(chosen)} of {chosen.max_running} places taken{_why(chosen, request)}"
+    return Choice(chosen.instance_id, reason)
 
 
 def load_of(instance: InstanceView) -> int:
@@ -72,11 +73,16 @@ def is_suspect(request: RequestView, config: CoreConfig) -> bool:
 
 def affinity(instance: InstanceView, request: RequestView) -> float:
     """How much fuller, as a part of its places, an instance may be for what it knows of a request."""
-    is_home = request.info.adapter_digest in instance.homes
+    info = request.info
+    if info.adapter_digest is None and not info.prefix_hash:
+        return 0.0
+    is_home = info.adapter_digest in instance.homes
     return AFFINITY * len(_known(instance, request)) + (AFFINITY / 2 if is_home else 0.0)
 
 
 def _why(instance: InstanceView, request: RequestView) -> str:
+    if request.info.adapter_digest is None and not request.info.prefix_hash:
+        return ""
     knows = _known(instance, request)
     reason = f", knows its {' and '.join(knows)}" if knows else ""
     return reason + (", home to its adapter" if request.info.adapter_digest in instance.homes else "")

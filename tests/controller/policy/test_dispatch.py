@@ -70,7 +70,8 @@ TABLE = [
 def test_the_choice_is(
     what: str, instances: list[InstanceRecord], wish: dict[str, object], expected: str | None, reason: str
 ) -> None:
-    choice = choose(instances, request(**wish), 0.0, CONFIG)
+    roomy = [one for one in instances if has_room(one, 0.0, CONFIG)]
+    choice = choose(roomy, request(**wish), CONFIG)
     assert (choice.instance_id if choice else None) == expected
     assert (choice.reason if choice else "") == reason
 
@@ -79,8 +80,8 @@ def test_a_suspect_goes_alone_to_an_idle_instance_and_nobody_joins_it_before_its
     suspect = request("s")
     suspect.num_fruitless = 2
     busy, idle = instance("i1", 1), instance("i2", 0)
-    assert choose([busy], suspect, 0.0, CONFIG) is None
-    choice = choose([busy, idle], suspect, 0.0, CONFIG)
+    assert choose([busy], suspect, CONFIG) is None
+    choice = choose([busy, idle], suspect, CONFIG)
     assert choice is not None
     assert choice.instance_id == "i2"
     idle.in_flight[suspect.info.request_id] = suspect

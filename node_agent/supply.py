@@ -36,7 +36,8 @@ def supply(demand: Demand, device: DeviceSlots, config: CoreConfig, now: Seconds
     spares = min(config.num_prewarmed, max(1, demand.num_free_slots))
     missing = demand.num_hungry - have if demand.num_hungry else spares - have
     if missing <= 0:
-        surplus = demand.num_idle - max(config.num_prewarmed, demand.num_hungry)
+        # Who is hungry takes a process as soon as its frames are leased: what it leaves is what may be too much.
+        surplus = demand.num_idle - demand.num_hungry - config.num_prewarmed
         return Supply(num_ends=max(0, surplus), reason="more pre-warmed processes than wanted")
     if now < device.retry_at:
         return Supply(look_at=device.retry_at, reason="backing off after a failure")

@@ -39,6 +39,12 @@ def test_processes_beyond_the_wish_are_ended() -> None:
     assert supply(Demand(1, 0, 1, 1), DeviceSlots(INFO), config(0), 0.0).num_ends == 0
 
 
+def test_the_process_an_instance_is_about_to_take_is_none_too_many() -> None:
+    """When models take turns in a slot: one process was just let go of, a spare stands by, the next waits for frames."""
+    assert supply(Demand(1, 0, 2, 0), DeviceSlots(INFO), config(1), 0.0).num_ends == 0
+    assert supply(Demand(1, 0, 3, 0), DeviceSlots(INFO), config(1), 0.0).num_ends == 1
+
+
 def test_after_failures_one_process_at_a_time_is_tried_and_ever_later() -> None:
     unlucky = DeviceSlots(INFO, num_failures=2, retry_at=7.0)
     assert supply(Demand(2, 0, 0, 0), unlucky, config(2), 6.0).look_at == 7.0

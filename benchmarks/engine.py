@@ -140,7 +140,7 @@ def measure_parts(ours: Worker, batch: int) -> dict[str, float]:
 
 
 def measure_floors(ours: Worker, batches: tuple[int, ...]) -> dict[str, float]:
-    """Seconds below which no engine of 16 bits can go on this machine, by measure."""
+    """Seconds that the weights' bytes, or the products alone at our kernels' best rate, take here, by measure."""
     floors = {f"decode {batch}": ours.ask("floor_s", batch, True) for batch in batches}
     return floors | {"prefill": ours.ask("floor_s", engine_report.PREFILL_TOKENS, False)}
 

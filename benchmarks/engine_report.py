@@ -60,7 +60,7 @@ def report(
     floors: dict[str, float],
     notes: dict[str, str],
 ) -> str:
-    """Say everything as Markdown; `floors` are the seconds below which this machine cannot go, by measure."""
+    """Say everything as Markdown; `floors` are the seconds in which our own kernels could not do less, by measure."""
     engines = ["Engines:", "", *(f"- {k}: {v}" for k, v in notes.items())]
     return "\n".join(
         [_aims(seconds, traffic), "", _why(seconds, floors), "", _parts(parts), "", _speeds(seconds), "", *engines]
@@ -77,7 +77,7 @@ def _why(seconds: Seconds, floors: dict[str, float]) -> str:
         ours_s, floor_s = statistics.median(seconds[aim.ours, aim.measure]), floors[aim.measure]
         wanted_s = ours_s * statistics.median(values) / aim.times
         cells = [f"{1e3 * value:.1f}" for value in (wanted_s, ours_s, floor_s)]
-        verdict = "beyond this machine" if wanted_s < floor_s else f"asks for {floor_s / wanted_s:.2f} of the floor"
+        verdict = "is below the floor" if wanted_s < floor_s else f"asks for {floor_s / wanted_s:.2f} of the floor"
         rows.append([f"{_title(aim.measure)} / {aim.rivals[0]}", *cells, f"{floor_s / ours_s:.2f}", verdict])
     if not rows:
         return "No speed aim of bf16 is missed."

@@ -76,6 +76,7 @@ class MiniEngine:
             max_adapters=max_adapters,
             merge=merge,
             merge_bytes=self.runner.merge_bytes,
+            merge_copies=self.runner.merge_copies,
         )
         self.core = EngineCore(read_manifest(directory).info, self.config)
         self._root = directory.parent
@@ -179,7 +180,7 @@ class MiniEngine:
         if wanted is None:
             return False
         started = time.perf_counter()
-        is_whole = self.runner.merge(wanted, lambda: time.perf_counter() < started + budget_s)
+        is_whole = self.runner.merge(wanted, lambda: time.perf_counter() < started + budget_s, self.core.kept_copies)
         self._merge_s += time.perf_counter() - started
         if is_whole:
             self.core.copy_made(wanted, self._merge_s)

@@ -57,7 +57,9 @@ class EngineConfig:
     """Rate at which blocks move to the host or back, > 0."""
     merge: MergeMode = MergeMode.NEVER
     merge_bytes: Bytes = 0
-    """Bytes of the merged copy, which are taken from the KV cache's; 0: nothing can be merged here."""
+    """Bytes of one merged copy, which are taken from the KV cache's; 0: nothing can be merged here."""
+    merge_copies: int = 1
+    """How many merged copies find room."""
     merge_max_wait_s: Seconds = 0.5
     """Longest time that a merged adapter keeps others waiting in one go."""
     max_adapters: int = 128

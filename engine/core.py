@@ -153,8 +153,13 @@ class EngineCore:
         """The adapter that should be merged into a copy of the base, beside the steps."""
         return None if self._merge is None else self._merge.wanted
 
-    def copy_made(self, digest: Digest | None, seconds: Seconds) -> None:
-        """Take in that the copy is now of this adapter (None: there is none), and how long making it took."""
+    @property
+    def kept_copies(self) -> tuple[Digest, ...]:
+        """The adapters whose merged copies must stay; the memory of any other may be taken."""
+        return () if self._merge is None else self._merge.kept
+
+    def copy_made(self, digest: Digest, seconds: Seconds) -> None:
+        """Take in that this adapter's merged copy is whole, and how long making it took."""
         if self._merge is not None:
             self._merge.copy_made(digest, seconds)
 

@@ -13,6 +13,7 @@ from nearline.protocol import Bytes, Digest, Seconds
 _EXTRA_SHARE = 0.05
 """An adapter's weights over the base's, guessed: rank 16 on all projections of a small model."""
 _COPY_BYTES_PER_S = 2e9
+_MOST_COPIES = 8
 
 MayRun = Callable[[Sequence], bool]
 
@@ -24,7 +25,11 @@ class MergeTurns:
         limits = MergeLimits(max_wait_s=config.merge_max_wait_s)
         self._meter = MergeMeter(_EXTRA_SHARE, config.merge_bytes / _COPY_BYTES_PER_S)
         is_always = config.merge is MergeMode.ALWAYS
-        self._policy = AlwaysMerged(limits) if is_always else MergePolicy(self._meter.costs, limits)
+        self._policy = (
+            AlwaysMerged(limits, config.merge_copies)
+            if is_always
+            else MergePolicy(self._meter.costs, limits, config.merge_copies)
+        )
         self.wanted: Digest | None = None
 
     def schedule(
@@ -58,18 +63,27 @@ class MergeTurns:
             self._meter.step(batch.merged is not None or adapters[0] is None, seconds / predicted_s)
             self._policy.costs = self._meter.costs
 
-    def copy_made(self, adapter: Digest | None, seconds: Seconds) -> None:
-        """Take in that the copy is now of this adapter (None: of none), and what making it took."""
+    @property
+    def kept(self) -> tuple[Digest, ...]:
+        """The adapters whose merged copies are kept."""
+        return self._policy.kept
+
+    def copy_made(self, adapter: Digest, seconds: Seconds) -> None:
+        """Take in that this adapter's copy is whole, and what making it took."""
         self._policy.copy_made(adapter)
         self.wanted = None
-        if adapter is not None:
-            self._meter.copy(seconds)
-            self._policy.costs = self._meter.costs
+        self._meter.copy(seconds)
+        self._policy.costs = self._meter.costs
+
+
+def num_merged_copies(kv_bytes: Bytes, copy_bytes: Bytes) -> int:
+    """How many merged copies find room in half of the budget of the KV cache."""
+    return min(_MOST_COPIES, kv_bytes // 2 // copy_bytes)
 
 
 def merge_refusal(kv_bytes: Bytes, copy_bytes: Bytes) -> str | None:
-    """Say why a merged copy finds no room in the budget of the KV cache; None if it does, in half of it at most."""
-    if 2 * copy_bytes <= kv_bytes:
+    """Say why not one merged copy finds room in half of the budget of the KV cache; None if it does."""
+    if num_merged_copies(kv_bytes, copy_bytes):
         return None
     return f"a merged copy takes {copy_bytes} bytes, more than half of the {kv_bytes} that the KV cache may take"
 

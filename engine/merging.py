@@ -1,9 +1,11 @@
 """When one adapter should run on weights it is merged into, alone, while the others wait. Pure.
 
-Merged weights are a private copy beside the base's, so going back costs nothing and restores nothing; only making the
-copy has a price, and it is made beside unmerged steps. Credits are displaced seconds: an adapter gains one for each
-second its sequences could have run and did not, and pays it back by running. Stated bound: nobody who can run waits
-longer than `max_wait_s` and one step, and nobody runs less than half of the time from then on.
+Merged weights are private copies beside the base's, one for each of a few adapters, so going back costs nothing and
+restores nothing, and an adapter that is alone in a step runs merged wherever its copy is there. Only making a copy has
+a price; it is made beside unmerged steps once the adapter has dominated them for long enough in all. Credits are
+displaced seconds: an adapter gains one for each second its sequences could have run and did not, and pays it back by
+running. Stated bound: nobody who can run waits longer than `max_wait_s` and one step, and nobody runs less than half of
+the time from then on.
 Source: dLoRA (merged and unmerged batches, credits), with another scale: the published constants let a lone request
 wait for many minutes. Source: ski rental (buy when the rent paid equals the price: at most twice the best cost).
 
@@ -49,26 +51,56 @@ class MergeDecision:
     is_base_only: bool = False
 
 
+class MergedCopies:
+    """Which copies are whole and kept: at most `most` with the one being made; the least recently used one leaves."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._whole: list[Digest] = []
+
+    @property
+    def kept(self) -> tuple[Digest, ...]:
+        """Whose copies are kept, least recently used first."""
+        return tuple(self._whole)
+
+    def use(self, adapter: Digest) -> None:
+        """Note that a step runs on this copy."""
+        self._whole.remove(adapter)
+        self._whole.append(adapter)
+
+    def begin(self) -> None:
+        """Make room for one that is being made: it is written over the one that leaves, from the first layer on."""
+        del self._whole[: len(self._whole) + 1 - self._most]
+
+    def made(self, adapter: Digest) -> None:
+        """Take in that this adapter's copy is whole."""
+        if adapter not in self._whole:
+            self.begin()
+            self._whole.append(adapter)
+
+
 class MergePolicy:
     """Decides step by step. `clock`: the caller's `now` never goes backwards; it asks before every step, and says by
     `copy_made` when a copy is there. `costs` may be set again as more is measured."""
 
-    def __init__(self, costs: MergeCosts, limits: MergeLimits = MergeLimits()) -> None:
+    def __init__(self, costs: MergeCosts, limits: MergeLimits = MergeLimits(), max_copies: int = 1) -> None:
         self.costs, self._limits = costs, limits
         self._credits: dict[Digest | None, Seconds] = {}
         self._merged: Digest | None = None
-        self._copied: Digest | None = None
-        self._rented: tuple[Digest | None, Seconds] = (None, 0.0)
+        self._copies = MergedCopies(max_copies)
+        self._renter: Digest | None = None
+        self._rents: dict[Digest, Seconds] = {}
         self._last_at: Seconds | None = None
 
     @property
-    def copied(self) -> Digest | None:
-        """The adapter whose merged copy is kept."""
-        return self._copied
+    def kept(self) -> tuple[Digest, ...]:
+        """The adapters whose merged copies are kept, least recently used first."""
+        return self._copies.kept
 
-    def copy_made(self, adapter: Digest | None) -> None:
-        """Take in that the copy kept is now of this adapter (None: there is none)."""
-        self._copied = adapter
+    def copy_made(self, adapter: Digest) -> None:
+        """Take in that this adapter's copy is whole."""
+        self._rents.pop(adapter, None)
+        self._copies.made(adapter)
 
     def credit(self, adapter: Digest | None) -> Seconds:
         """Seconds of displacement an adapter (None: the base) has not been paid back."""
@@ -78,9 +110,11 @@ class MergePolicy:
         """Choose the mode of the next step for `runnable` sequences by adapter. Who is not runnable has no credit."""
         self._settle(runnable, now)
         chosen, reason = self._choose(runnable)
-        self._merged = chosen if chosen == self._copied else None
-        if chosen is not None and self._merged is None:
-            self._copied = None  # its copy is written over the one there was, from the first layer on
+        self._merged = chosen if chosen in self.kept else None
+        if self._merged is not None:
+            self._copies.use(self._merged)
+        elif chosen is not None:
+            self._copies.begin()
             return MergeDecision(None, "its copy is being made", wanted=chosen)
         return MergeDecision(self._merged, reason)
 
@@ -94,24 +128,31 @@ class MergePolicy:
                 self._credits[adapter] = max(0.0, self._credits[adapter] - passed)
             elif adapter != self._merged:
                 self._credits[adapter] += passed
-        dominant = self._dominant(runnable)
-        renter, rent = self._rented
-        saved = passed * (1.0 - self.costs.speed) if self._merged is None else 0.0
-        self._rented = (dominant, rent + saved if dominant is not None and dominant == renter else 0.0)
+        if self._renter is not None:
+            rent = self._rents.pop(self._renter, 0.0) + passed * (1.0 - self.costs.speed)
+            self._rents[self._renter] = rent
+            if len(self._rents) > _MOST_RENTS:
+                del self._rents[next(iter(self._rents))]
+        self._renter = None
 
     def _choose(self, runnable: Mapping[Digest | None, int]) -> tuple[Digest | None, str]:
+        alone = next(iter(runnable)) if len(runnable) == 1 else None
+        if alone in self.kept:
+            return alone, "it is alone and its copy is there"
         if 1.0 - self.costs.speed < self._limits.min_saving:
             return None, "merging saves too little here"
         dominant = self._dominant(runnable)
         if dominant is None:
             return None, "no adapter dominates"
+        if dominant not in self.kept:
+            self._renter = dominant
+            if self._rents.get(dominant, 0.0) < self.costs.merge_s:
+                return None, "not yet worth a copy"
         owed = max((self._credits[adapter] for adapter in runnable if adapter != dominant), default=0.0)
         if self._merged == dominant and owed >= self._limits.max_wait_s:
             return None, "displaced for as long as is allowed"
         if self._merged != dominant and owed > 0.0:
             return None, "the displaced are paid back"
-        if self._copied != dominant and self._rented[1] < self.costs.merge_s:
-            return None, "not yet worth a copy"
         return dominant, "one adapter dominates"
 
     def _dominant(self, runnable: Mapping[Digest | None, int]) -> Digest | None:
@@ -130,17 +171,22 @@ class AlwaysMerged:
     who take turns. The door is MergePolicy's.
     """
 
-    def __init__(self, limits: MergeLimits = MergeLimits()) -> None:
+    def __init__(self, limits: MergeLimits = MergeLimits(), max_copies: int = 1) -> None:
         self.costs = MergeCosts()
         self._limits = limits
-        self._copied: Digest | None = None
+        self._copies = MergedCopies(max_copies)
         self._turn: Digest | None = None
         self._until: Seconds = 0.0
         self._waiting_since: dict[Digest | None, Seconds] = {}
 
-    def copy_made(self, adapter: Digest | None) -> None:
-        """Take in that the copy kept is now of this adapter (None: there is none)."""
-        self._copied = adapter
+    @property
+    def kept(self) -> tuple[Digest, ...]:
+        """The adapters whose merged copies are kept, least recently used first."""
+        return self._copies.kept
+
+    def copy_made(self, adapter: Digest) -> None:
+        """Take in that this adapter's copy is whole."""
+        self._copies.made(adapter)
 
     def decide(self, runnable: Mapping[Digest | None, int], now: Seconds) -> MergeDecision:
         """Choose whose turn it is among those with `runnable` sequences."""
@@ -154,10 +200,11 @@ class AlwaysMerged:
         self._waiting_since[self._turn] = now
         if self._turn is None:
             return MergeDecision(None, "the base's turn", is_base_only=True)
-        if self._turn != self._copied:
+        if self._turn not in self.kept:
             self._until = now + self._limits.max_wait_s  # a turn begins when its copy is there
-            self._copied = None  # which is written over the one there was, from the first layer on
+            self._copies.begin()
             return MergeDecision(None, "its copy is being made", wanted=self._turn, is_base_only=True)
+        self._copies.use(self._turn)
         return MergeDecision(self._turn, "its turn")
 
 
@@ -190,3 +237,5 @@ class MergeMeter:
 
 
 _FADE, _MOST = 0.05, 4.0
+_MOST_RENTS = 256
+"""Adapters whose rent is remembered: of more, who dominated longest ago is forgotten."""

@@ -16,7 +16,7 @@ from nearline.engine.decode_graphs import CudaGraphs, DecodeGraphs
 from nearline.engine.decode_shapes import RecordingPlan
 from nearline.engine.grammars import Grammars
 from nearline.engine.kv_cache import DEFAULT_BLOCK_SIZE, HostStore, KVCache
-from nearline.engine.merge_turns import merge_refusal
+from nearline.engine.merge_turns import merge_refusal, num_merged_copies
 from nearline.engine.models.decoder import Decoder
 from nearline.engine.models.kinds import decoder_of
 from nearline.engine.models.layers import Weights, compute_dtype
@@ -40,7 +40,7 @@ class RunnerConfig:
     """Sizes and place of one bound model."""
 
     kv_bytes: Bytes
-    """Budget of the KV cache, recorded steps and a merged copy; at least one block must fit beside those."""
+    """Budget of the KV cache, recorded steps and merged copies; at least one block must fit beside those."""
     host_bytes: Bytes = 0
     """Budget of the host's memory for KV of preempted sequences."""
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -56,7 +56,7 @@ class RunnerConfig:
     is_recorded: bool = True
     """Whether decoding steps are recorded and replayed on a device that can (CUDA graphs)."""
     is_merging: bool = False
-    """Whether room for a merged copy of the projections is kept free of the KV cache's budget."""
+    """Whether room for merged copies of the projections is kept free, in half of the KV cache's budget at most."""
 
 
 class Runner:
@@ -78,10 +78,11 @@ class Runner:
             torch.cuda.set_device(self._device)  # Triton launches on the current device, wherever its tensors are
         self.dtype = config.dtype or compute_dtype(spec, weights)
         self.merge_bytes = self._merge_bytes(weights) if config.is_merging else 0
+        self.merge_copies = num_merged_copies(config.kv_bytes, self.merge_bytes) if self.merge_bytes else 0
         self.decoder = decoder_of(spec, weights, self.dtype, self._device)
         is_recorded = config.is_recorded and self._device.type == "cuda" and isinstance(self.decoder, Decoder)
         graph_bytes = int(config.kv_bytes * _GRAPH_SHARE) if is_recorded else 0
-        kv_bytes = config.kv_bytes - self.merge_bytes - graph_bytes
+        kv_bytes = config.kv_bytes - self.merge_copies * self.merge_bytes - graph_bytes
         self.kv = KVCache.within(spec, kv_bytes, config.block_size, self.dtype, self._device)
         self.host = HostStore(self.kv, config.host_bytes)
         self.adapters = AdapterPool(spec, self.dtype, self._device)
@@ -98,7 +99,7 @@ class Runner:
             self._graphs = DecodeGraphs(self.decoder, self.kv, CudaGraphs(self._device), plan)
 
     def _merge_bytes(self, weights: Weights) -> Bytes:
-        """Bytes to keep for a merged copy; 0, said once in the log, where there can be none."""
+        """Bytes of one merged copy; 0, said once in the log, where there can be none."""
         copy_bytes = MergedDecoder.num_bytes(self.spec, self.dtype)
         refusal = MergedDecoder.refusal(self.spec, weights) or merge_refusal(self.config.kv_bytes, copy_bytes)
         if refusal is not None:
@@ -153,12 +154,15 @@ class Runner:
         return []
 
     @torch.inference_mode()
-    def merge(self, digest: Digest, goes_on: Callable[[], bool]) -> bool:
-        """Merge an adapter into a private copy of the layers, at least one. Returns whether the copy is whole."""
+    def merge(self, digest: Digest, goes_on: Callable[[], bool], kept: Seq[Digest] = ()) -> bool:
+        """Merge an adapter into a private copy of the layers, at least one. Returns whether the copy is whole.
+
+        `kept`: the adapters whose copies must stay; the memory of any other may be taken.
+        """
         if self._merged is None:
             assert isinstance(self.decoder, Decoder)
             self._merged = MergedDecoder(self.decoder)
-        return self._merged.advance(self.adapters.get(digest), goes_on)
+        return self._merged.advance(self.adapters.get(digest), goes_on, kept)
 
     @torch.inference_mode()
     def hidden(self, items: Seq[BatchItem]) -> tuple[torch.Tensor, StepTensors]:

@@ -1,11 +1,11 @@
-"""A private copy of a decoder's layers with one adapter's changes in its weights, made layer by layer.
+"""Private copies of a decoder's layers with one adapter's changes in each, made layer by layer.
 
-The base's weights are never written: letting the copy go is the whole way back, bit for bit. Each weight of the copy
+The base's weights are never written: letting a copy go is the whole way back, bit for bit. Each weight of a copy
 is rounded once, so its logits are near those of the unmerged adapter, not equal.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,15 +18,21 @@ from nearline.kernels import LoraSegment
 from nearline.protocol import LAYOUTS, Bytes, DecoderSpec, Digest, tensor_slots
 
 
+@dataclass(slots=True)
+class _Copy:
+    """The first `num_layers` layers of a twin are made."""
+
+    reader: "_MergedReader"
+    twin: Decoder
+    num_layers: int = 0
+
+
 class MergedDecoder:
-    """Makes and keeps one copy at a time. Owns: the copy, whose memory the next adapter's copy takes over."""
+    """Makes and keeps copies. Owns: them; the memory of one that is not kept goes to the next adapter's."""
 
     def __init__(self, base: Decoder) -> None:
         self._base = base
-        self._reader = _MergedReader(base)
-        self._twin = base.twin(self._reader)
-        self._next = 0
-        self._digest: Digest | None = None
+        self._copies: dict[Digest, _Copy] = {}
 
     @staticmethod
     def refusal(spec: DecoderSpec, weights: Weights) -> str | None:
@@ -41,29 +47,36 @@ class MergedDecoder:
         M, q, kv, F = spec.model_dim, spec.query_dim, spec.kv_dim, spec.ffn_dim
         return spec.num_layers * (M * (2 * q + 2 * kv) + 3 * M * F) * dtype.itemsize
 
-    def advance(self, adapter: Adapter, goes_on: Callable[[], bool]) -> bool:
-        """Copy and merge at least one layer, and more while `goes_on()`. Returns whether the copy is whole."""
-        if self._digest != adapter.digest:
-            self._twin = self._base.twin(self._reader)
-            self._digest, self._next = adapter.digest, 0
-        self._reader.adapter = adapter
+    def advance(self, adapter: Adapter, goes_on: Callable[[], bool], kept: Sequence[Digest] = ()) -> bool:
+        """Copy and merge at least one layer, and more while `goes_on()`. Returns whether the copy is whole.
+
+        `kept`: the adapters whose copies must stay; any other's memory may be taken.
+        """
+        copy = self._copies.get(adapter.digest) or self._begin(adapter.digest, kept)
+        copy.reader.adapter = adapter
         try:
-            while self._next < self._base.spec.num_layers:
-                self._twin.layer(self._next)
-                self._next += 1
+            while copy.num_layers < self._base.spec.num_layers:
+                copy.twin.layer(copy.num_layers)
+                copy.num_layers += 1
                 if not goes_on():
                     break
         finally:
-            self._reader.adapter = None  # evicted meanwhile, it must not keep its memory
-        return self._next == self._base.spec.num_layers
+            copy.reader.adapter = None  # evicted meanwhile, it must not keep its memory
+        return copy.num_layers == self._base.spec.num_layers
+
+    def _begin(self, digest: Digest, kept: Sequence[Digest]) -> _Copy:
+        given_up = next((one for one in self._copies if one not in kept), None)
+        reader = _MergedReader(self._base) if given_up is None else self._copies.pop(given_up).reader
+        self._copies[digest] = _Copy(reader, self._base.twin(reader))
+        return self._copies[digest]
 
     def decoder(self, digest: Digest | None) -> Decoder:
         """The decoder of a whole copy, or the base's (None)."""
         if digest is None:
             return self._base
-        assert self._digest == digest
-        assert self._next == self._base.spec.num_layers
-        return self._twin
+        copy = self._copies[digest]
+        assert copy.num_layers == self._base.spec.num_layers
+        return copy.twin
 
 
 class _MergedReader:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nearline.engine.config import MergeMode
-from nearline.engine.merge_turns import merge_refusal
+from nearline.engine.merge_turns import merge_refusal, num_merged_copies
 from nearline.engine.models.lora import AdapterRun
 from nearline.engine.models.merged import MergedDecoder
 from nearline.kernels import AttentionMeta
@@ -103,6 +103,21 @@ def test_a_copy_is_made_layer_by_layer_and_leaves_the_base_as_it_was(run: Callab
     assert runner._merged.decoder(None) is runner.decoder
 
 
+def test_copies_that_are_kept_stay_as_they_are_beside_the_next(run: Callable[..., Life]) -> None:
+    life = run(MergeMode.NEVER, "AB")
+    runner = life.instance._runner
+    for name in "AB":
+        life.announce(name)
+    life.tend()
+    assert runner.merge(life.digest("A"), lambda: True)
+    ours = runner._merged.decoder(life.digest("A"))
+    before = [layer.down_MF.clone() for layer in ours.layers]
+    assert runner.merge(life.digest("B"), lambda: True, (life.digest("A"),))
+    assert runner._merged.decoder(life.digest("A")) is ours
+    assert all(torch.equal(layer.down_MF, one) for layer, one in zip(ours.layers, before, strict=True))
+    assert runner._merged.decoder(life.digest("B")).layers[0].qkv_NM.data_ptr() != ours.layers[0].qkv_NM.data_ptr()
+
+
 def test_a_copy_whole_or_begun_keeps_no_memory_of_an_evicted_adapter(run: Callable[..., Life]) -> None:
     life = run(MergeMode.NEVER, "AB")
     runner = life.instance._runner
@@ -178,5 +193,6 @@ def test_without_room_in_the_budget_nothing_is_merged(run: Callable[..., Life]) 
     life = run(MergeMode.NEVER, "A")
     needed = MergedDecoder.num_bytes(life.instance._runner.spec, life.instance._runner.dtype)
     assert merge_refusal(2 * needed, needed) is None
+    assert [num_merged_copies(n * needed, needed) for n in (1, 2, 7, 100)] == [0, 1, 3, 8]
     assert "more than half" in str(merge_refusal(2 * needed - 1, needed))
     assert run(MergeMode.ALWAYS, "A").instance._runner.kv.num_blocks < life.instance._runner.kv.num_blocks

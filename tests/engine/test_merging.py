@@ -66,10 +66,11 @@ def test_a_lone_request_in_99_percent_of_one_adapter_waits_no_longer_than_stated
 def test_always_merged_everybody_who_can_run_gets_a_turn_within_the_bound(
     steps: list[tuple[dict[Digest | None, int], float]],
 ) -> None:
-    policy, now, waited = AlwaysMerged(LIMITS), 0.0, dict.fromkeys([None, A, B, C], 0.0)
+    policy, now, waited = AlwaysMerged(LIMITS, 2), 0.0, dict.fromkeys([None, A, B, C], 0.0)
     for runnable, step_s in steps:
         decision = policy.decide(runnable, now)
-        policy.copy_made(decision.wanted or policy._copied)
+        if decision.wanted is not None:
+            policy.copy_made(decision.wanted)
         turn = decision.merged or decision.wanted
         assert turn in runnable or not runnable
         for adapter in waited:
@@ -94,9 +95,32 @@ def test_a_meter_believes_what_it_measures() -> None:
 def test_a_copy_that_is_there_is_used_again_at_once_when_the_others_are_gone() -> None:
     policy = MergePolicy(COSTS, LIMITS)
     run(policy, {A: 8}, 40)
-    assert policy.copied == A
+    assert policy.kept == (A,)
     assert run(policy, {A: 4, B: 4}, 5, start_s=10) == ["-"] * 5
     assert run(policy, {A: 8}, 3, start_s=20) == [A] * 3
+
+
+def test_rent_is_kept_while_others_dominate_and_each_gets_a_copy_of_its_own() -> None:
+    policy, modes = MergePolicy(COSTS, LIMITS, 2), list[str]()
+    for turn in range(40):
+        modes += run(policy, {(A, B)[turn % 2]: 8}, 2, start_s=turn * 2 * STEP_S)
+    assert set(policy.kept) == {A, B}, "neither dominated for long enough in one go"
+    assert modes[-4:] == [A, A, B, B]
+
+
+def test_the_copy_used_least_recently_leaves_and_is_paid_for_anew() -> None:
+    policy = MergePolicy(COSTS, LIMITS, 2)
+    for start_s, adapter in enumerate((A, B, A, C)):
+        run(policy, {adapter: 8}, 40, start_s=10.0 * start_s)
+    assert policy.kept == (A, C)
+    assert run(policy, {B: 8}, 3, start_s=50.0) == ["-"] * 3
+
+
+def test_alone_it_runs_merged_where_its_copy_is_however_little_that_saves() -> None:
+    policy = MergePolicy(MergeCosts(1.0, 0.2), LIMITS)
+    policy.copy_made(A)
+    assert run(policy, {A: 1}, 3) == [A] * 3
+    assert run(policy, {A: 8, B: 1}, 3, start_s=1.0) == ["-"] * 3
 
 
 @pytest.mark.parametrize("policy", [MergePolicy(COSTS, LIMITS), AlwaysMerged(LIMITS)])
@@ -114,11 +138,12 @@ def test_a_copy_half_overwritten_by_another_is_no_copy_any_more(policy: MergePol
 def test_whatever_comes_nobody_who_can_run_waits_longer_than_the_bound_and_one_step(
     steps: list[tuple[dict[Digest | None, int], float]],
 ) -> None:
-    policy, now, waited = MergePolicy(COSTS, LIMITS), 0.0, dict.fromkeys([None, A, B, C], 0.0)
+    policy, now, waited = MergePolicy(COSTS, LIMITS, 2), 0.0, dict.fromkeys([None, A, B, C], 0.0)
     for runnable, step_s in steps:
         decision = policy.decide(runnable, now)
         merged = decision.merged
-        policy.copy_made(decision.wanted or policy.copied)
+        if decision.wanted is not None:
+            policy.copy_made(decision.wanted)
         assert merged is None or merged in runnable
         for adapter in waited:
             is_displaced = adapter in runnable and merged not in (None, adapter)

@@ -134,8 +134,8 @@ static void lora_claim(void *context, long index) {
     }
     float *shrunk = scratch(SCRATCH_LORA, ROWS_PER_CLAIM * total_rank * 4 + 64);
     shrink(loop, claim, shrunk, total_rank);
-    if (index + 2 < loop->num_claims) { /* what this thread takes next, if two share the work */
-        const claim_t *next = &loop->claims[index + 2];
+    if (index + 1 < loop->num_claims) { /* what this thread takes next, for threads take neighbours */
+        const claim_t *next = &loop->claims[index + 1];
         const lora_part *part = &loop->parts[next->first_part];
         for (long p = 0; p < next->num_parts; p++) prefetch(part[p].a, part[p].rank * loop->dim * width);
     }

@@ -1,5 +1,6 @@
 """Memory for adapters, touched ahead of need: on fresh pages the first touch costs more than the bytes that come."""
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -13,7 +14,8 @@ from nearline.protocol import Bytes
 
 _PIECE_BYTES: Bytes = 2 << 20
 """Sizes are rounded up to huge pages."""
-_USUAL_BYTES: Bytes = 16 << 20
+USUAL_BYTES: Bytes = 16 << 20
+"""What is touched before anybody knows how large adapters are."""
 _MAX_SPARES = 2
 
 
@@ -36,13 +38,15 @@ class AdapterMemory:
         weakref.finalize(view, self._give_back, piece).atexit = False
         return torch.from_numpy(view)
 
-    def prepare(self, num_bytes: Bytes = _USUAL_BYTES) -> None:
-        """Have a spare piece of at least `num_bytes` touched, for the next `take`."""
+    def prepare(self, num_bytes: Bytes = USUAL_BYTES) -> None:
+        """Have a spare piece of at least `num_bytes` touched, for the next `take`; the interpreter runs meanwhile."""
         with self._lock:
             if any(len(spare) >= num_bytes for spare in self._spares):
                 return
         piece = _fresh(num_bytes)
-        np.frombuffer(piece, np.uint8)[:: mmap.PAGESIZE] = 0
+        first = ctypes.c_char.from_buffer(piece)
+        ctypes.memset(ctypes.addressof(first), 0, len(piece))
+        del first
         self._give_back(piece)
 
     @property
@@ -52,7 +56,7 @@ class AdapterMemory:
 
     def _spare(self, num_bytes: Bytes) -> mmap.mmap | None:
         with self._lock:
-            fitting = [spare for spare in self._spares if num_bytes <= len(spare) <= 2 * num_bytes + _USUAL_BYTES]
+            fitting = [spare for spare in self._spares if num_bytes <= len(spare) <= 2 * num_bytes + USUAL_BYTES]
             best = min(fitting, key=len, default=None)
             if best is not None:
                 self._spares.remove(best)

@@ -1,15 +1,17 @@
 """Reads adapters beside the step loop, one at a time, so that a slow disk delays only those who wait for it.
 
-Between reads it touches memory for the next one.
+Memory for the next one is touched when no other thread wants the processor: right after a read, those who waited do.
 """
 
+import contextlib
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nearline.engine.adapter_memory import AdapterMemory
+from nearline.engine.adapter_memory import USUAL_BYTES, AdapterMemory
 from nearline.protocol import Bytes, Digest, Seconds
 from nearline.protocol.errors import ErrorInfo
 
@@ -28,14 +30,17 @@ class AdapterRead:
 
 
 class AdapterReader:
-    """Owns one daemon thread. `on_done` is called there whenever `finished` has something new."""
+    """Owns two daemon threads. `on_done` is called from one whenever `finished` has something new."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._on_done = on_done
         self._memory = AdapterMemory()
         self._jobs: queue.SimpleQueue[tuple[object, Digest, Load]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+        self._wishes.put(USUAL_BYTES)
         threading.Thread(target=self._work, name="adapter-reader", daemon=True).start()
+        threading.Thread(target=self._prepare, name="adapter-memory", daemon=True).start()
 
     def start(self, owner: object, digest: Digest, load: Load) -> None:
         """Queue a read. `load` runs in the thread, with memory to read into, and returns the bytes it took."""
@@ -49,7 +54,6 @@ class AdapterReader:
         return reads
 
     def _work(self) -> None:
-        self._memory.prepare()
         while True:
             owner, digest, load = self._jobs.get()
             started_at = time.monotonic()
@@ -62,4 +66,10 @@ class AdapterReader:
             del owner, load  # let go of the model while waiting for the next job
             self._on_done()
             if num_bytes and self._jobs.empty():
-                self._memory.prepare(num_bytes)
+                self._wishes.put(num_bytes)
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(OSError):  # of this thread alone, and only advice
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        while True:
+            self._memory.prepare(self._wishes.get())

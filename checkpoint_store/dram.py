@@ -108,13 +108,13 @@ class DramCache:
             if digest in self._entries:
                 self._entries[digest].trusted_stamp = stamp
 
-    def acquire(self, digest: Digest) -> Lease:
+    def acquire(self, digest: Digest, may_stream: bool = False) -> Lease:
         """Pin a checkpoint and start reading what is missing. Preloads under way make room if nothing else can.
 
-        Raises ModelNotFound or OutOfMemory.
+        `may_stream`: a checkpoint larger than the pool gets a streamed lease. Raises ModelNotFound or OutOfMemory.
         """
         try:
-            return self._acquire(digest, is_urgent=True)
+            return self._acquire(digest, is_urgent=True, may_stream=may_stream)
         except OutOfMemory:
             with self._changed:
                 preloads = list(self._preloads)
@@ -185,13 +185,15 @@ class DramCache:
                 entry.waiting.clear()
         _settle([(w, Cancelled(f"the store was closed while reading {w.lease.digest}")) for w in waiting])
 
-    def _acquire(self, digest: Digest, is_urgent: bool) -> Lease:
+    def _acquire(self, digest: Digest, is_urgent: bool, may_stream: bool = False) -> Lease:
         now = time.monotonic()
         with self._changed:
             entry = self._entry(digest)
-            admission = self._pin(entry, now)
-            lease = Lease(digest, entry.path.parent, admission.frames, self._release)
+            admission = self._pin(entry, now, may_stream)
+            lease = Lease(digest, entry.path.parent, admission.frames, self._release, self._finish)
             entry.leases.append(lease)
+            if lease.is_streamed:
+                entry.waiting.append(_Waiting(lease, now, set(), entry.manifest.num_bytes))
             pending = self._tier.pending(digest)
             if admission.to_read:
                 self._submit(entry, admission, is_urgent)
@@ -202,11 +204,11 @@ class DramCache:
             if pending and failure is None:
                 num_bytes = sum(map(entry.num_bytes_of, pending))
                 entry.waiting.append(_Waiting(lease, now, set(pending), num_bytes))
-        if admission.to_read:
+        if admission.to_read or lease.is_streamed:
             log.info("checkpoint pinned", digest=digest, reason=admission.reason)
         if failure is not None:
             lease.done.set_exception(failure)
-        elif not pending:
+        elif not pending and not lease.is_streamed:
             lease.done.set_result(ReadStats(0.0, 0, Tier.DRAM))
         return lease
 
@@ -218,7 +220,7 @@ class DramCache:
             raise ModelNotFound(f"checkpoint {digest} is not in this node's store; import it first")
         return entry
 
-    def _pin(self, entry: _Entry, now: Seconds) -> Admission:
+    def _pin(self, entry: _Entry, now: Seconds, may_stream: bool) -> Admission:
         frame_bytes, chunk_bytes = self.pool.layout.frame_bytes, entry.manifest.chunk_bytes
         if chunk_bytes > frame_bytes or chunk_bytes % DATA_ALIGNMENT:
             raise OutOfMemory(
@@ -227,7 +229,7 @@ class DramCache:
             )
         while True:
             try:
-                return self._tier.pin(entry.manifest.digest, now)
+                return self._tier.pin(entry.manifest.digest, now, may_stream)
             except OutOfMemory:
                 deadline = now + _DRAIN_TIMEOUT_S - time.monotonic()
                 if not self._tier.num_draining or not self._changed.wait(deadline if deadline > 0 else 0):
@@ -291,6 +293,18 @@ class DramCache:
         _settle(settled)
         if gone:
             gone()
+
+    def _finish(self, lease: Lease) -> None:
+        settled: Settled = []
+        with self._changed:
+            entry = self._entries.get(lease.digest)
+            if entry is None or not lease.is_streamed:
+                return
+            for waiting in [w for w in entry.waiting if w.lease is lease]:
+                entry.waiting.remove(waiting)
+                elapsed_s = time.monotonic() - waiting.started_at
+                settled.append((waiting, ReadStats(elapsed_s, waiting.num_bytes, Tier.SSD)))
+        _settle(settled)
 
     def _chunk_done(self, job: ReadJob, chunk: ChunkRead, error: CheckpointCorrupt | None) -> None:
         newly_trusted = None

@@ -26,10 +26,16 @@ class Lease:
 
     `done` ends when every chunk is there, or fails with CheckpointCorrupt, or with Cancelled after an early release.
     Its callbacks may run in a reading thread. `directory` is the checkpoint's: it stays while the lease does.
+    A streamed lease has no frames: its holder reads the file, and `done` ends when it says so (`finish`).
     """
 
     def __init__(
-        self, digest: Digest, directory: Path, frames: tuple[int, ...], release: Callable[["Lease"], None]
+        self,
+        digest: Digest,
+        directory: Path,
+        frames: tuple[int, ...],
+        release: Callable[["Lease"], None],
+        finish: Callable[["Lease"], None],
     ) -> None:
         self.digest = digest
         self.directory = directory
@@ -37,6 +43,16 @@ class Lease:
         self.done: Future[ReadStats] = Future()
         self.done.set_running_or_notify_cancel()  # an asyncio waiter that is cancelled must not cancel the read
         self._release = release
+        self._finish = finish
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the checkpoint has more chunks than the pool has frames, and its holder reads the file itself."""
+        return not self.frames
+
+    def finish(self) -> None:
+        """Say that the holder of a streamed lease has read every byte. Others end by themselves: nothing happens."""
+        self._finish(self)
 
     def release(self) -> None:
         """Give the pin back; reads that only this lease wanted are cancelled. Idempotent."""

@@ -187,16 +187,18 @@ class CheckpointStore:
 
     # ---- DRAM ----
 
-    def acquire(self, digest: Digest) -> Lease:
+    def acquire(self, digest: Digest, may_stream: bool = False) -> Lease:
         """Pin a checkpoint in DRAM and start reading what is missing; returns at once.
 
-        Raises ModelNotFound; NotFound when it was evicted from SSD (see `is_remote`); CheckpointCorrupt if a
-        verification found it damaged; OutOfMemory with the numbers when it cannot fit beside what is pinned.
+        `may_stream`: one that the whole pool cannot hold gets a lease without frames (`Lease.is_streamed`), which
+        keeps its file while the holder reads it. Raises ModelNotFound; NotFound when it was evicted from SSD (see
+        `is_remote`); CheckpointCorrupt if a verification found it damaged; OutOfMemory with the numbers when it cannot
+        fit beside what is pinned.
         """
         self._refuse_unreadable(digest)
         if self._probe:
             self._probe.interrupt()
-        lease = self._cache.acquire(digest)
+        lease = self._cache.acquire(digest, may_stream)
         if self.is_remote(digest):  # it went between the question and the pin
             lease.release()
             self._refuse_remote(digest)

@@ -65,6 +65,9 @@ class _Held:
     def decayed_uses(self, now: Seconds) -> float:
         return self.uses * math.pow(0.5, max(now - self.used_at, 0.0) / _USE_HALF_LIFE_S)
 
+    def count_use(self, now: Seconds) -> None:
+        self.uses, self.used_at = self.decayed_uses(now) + 1.0, max(now, self.used_at)
+
     def count(self, state: ChunkState) -> int:
         return self.num_resident if state is ChunkState.RESIDENT else self.states.count(state)
 
@@ -111,18 +114,21 @@ class DramTier:
         del self._held[digest]
         return True
 
-    def pin(self, digest: Digest, now: Seconds) -> Admission:
+    def pin(self, digest: Digest, now: Seconds, may_stream: bool = False) -> Admission:
         """Hold a checkpoint in DRAM, giving every chunk a frame; evict others for it when frames are short.
 
-        Raises OutOfMemory, changing nothing, when it cannot fit beside what is pinned.
+        `may_stream`: one with more chunks than the pool has frames is held without any, for a holder that reads the
+        file itself. Raises OutOfMemory, changing nothing, when it cannot fit beside what is pinned.
         """
         held = self._held[digest]
+        if may_stream and len(held.states) > self.num_frames:
+            return self._pin_outside(held, now)
         missing = [] if held.pinned_frames else [i for i, s in enumerate(held.states) if s is ChunkState.ABSENT]
         evictions = self._make_room(held, len(missing), now)
         for index in missing:
             held.frames[index] = self._free.pop()
             held.states[index] = ChunkState.READING
-        held.uses, held.used_at = held.decayed_uses(now) + 1.0, max(now, held.used_at)
+        held.count_use(now)
         held.pins += 1
         if held.pinned_frames is None:
             held.pinned_frames = tuple(held.frames)
@@ -209,8 +215,16 @@ class DramTier:
             assert held.pins or ChunkState.FAILED not in held.states
             assert bool(held.pins) == (held.pinned_frames is not None)
             if held.pinned_frames is not None:
-                assert held.pinned_frames == tuple(held.frames)
+                is_outside = len(held.states) > self.num_frames
+                assert held.pinned_frames == (() if is_outside else tuple(held.frames))
         assert sorted(frames) == list(range(self.num_frames)), "a frame is lost or held twice"
+
+    def _pin_outside(self, held: _Held, now: Seconds) -> Admission:
+        held.count_use(now)
+        held.pins += 1
+        held.pinned_frames = ()
+        reason = f"{len(held.states)} chunks, {self.num_frames} frames: streamed past the pool"
+        return Admission((), (), (), reason)
 
     def _make_room(self, wanted: _Held, num_missing: int, now: Seconds) -> tuple[Eviction, ...]:
         short = num_missing - len(self._free)
@@ -234,7 +248,8 @@ class DramTier:
         if total > self.num_frames:
             return OutOfMemory(
                 f"checkpoint {wanted.digest} has {total} chunks ({wanted.num_bytes} bytes), the whole DRAM pool has "
-                f"{self.num_frames} frames; give the node a larger pool"
+                f"{self.num_frames} frames; give the node a larger pool, or run it on a "
+                "device with memory of its own, to which it is streamed"
             )
         pinned = ", ".join(f"{h.digest} ({len(h.states)})" for h in self._held.values() if h.pins) or "nothing"
         return OutOfMemory(

@@ -55,7 +55,12 @@ def bytes_by_tier(node: NodeView, digest: Digest, num_bytes: Bytes) -> tuple[Byt
 
 
 def displaced_s(node: NodeView, digest: Digest, num_bytes: Bytes) -> Seconds:
-    """Estimate what a start costs others: the time to read again what it pushes out of a DRAM that is full."""
+    """Estimate what a start costs others: the time to read again what it pushes out of a DRAM that is full.
+
+    What the whole pool cannot hold is streamed past it and pushes nothing out.
+    """
+    if num_bytes > node.report.dram_pool_bytes:
+        return 0.0
     _, ssd, remote = bytes_by_tier(node, digest, num_bytes)
     return max(0, ssd + remote - node.report.dram_free_bytes) / _rate(node, Tier.SSD)
 

@@ -117,7 +117,7 @@ class BoundInstance:
         if self._merging != wanted:
             self._merging, self._merge_s = wanted, 0.0  # a copy begun for another adapter is given up
         started_at = clock()
-        is_whole = self._runner.merge(wanted, lambda: clock() < started_at + budget_s)
+        is_whole = self._runner.merge(wanted, lambda: clock() < started_at + budget_s, self.core.kept_copies)
         self._merge_s += clock() - started_at
         if is_whole:
             self.core.copy_made(wanted, self._merge_s)
@@ -135,6 +135,11 @@ class BoundInstance:
             self._needs_frames = False
             return True
         return False
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether copies to the device are still under way, as far as `lets_go_of_frames` has said."""
+        return self._needs_frames and self._loaded.is_copied
 
     @property
     def grammars(self) -> Grammars:
@@ -183,6 +188,7 @@ def _engine_config(runner: Runner, bind: Bind, habits: EngineHabits) -> EngineCo
         policy=habits.policy,
         merge=habits.merge,
         merge_bytes=runner.merge_bytes,
+        merge_copies=runner.merge_copies,
         future_share=habits.future_share,
         num_host_blocks=runner.host.num_blocks,
         block_bytes=runner.kv.block_bytes,

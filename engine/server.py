@@ -105,13 +105,16 @@ class EngineServer:
         return updates is not None
 
     def _patience_s(self) -> Seconds | None:
-        """How long to wait for the agent before doing what nobody has asked for yet."""
-        return IDLE_S if self._instance is not None and self._instance.grammars.is_unprepared else None
+        """How long to wait for the agent before doing, or looking at, what nobody has asked for yet."""
+        instance = self._instance
+        is_busy = instance is not None and (instance.grammars.is_unprepared or instance.awaits_copies)
+        return IDLE_S if is_busy else None
 
     def _prepare_grammars(self) -> None:
         """Read the vocabulary that structured output needs while nothing runs: it holds the interpreter for a while."""
-        if self._patience_s() is not None and self._bound.core.load == _NO_LOAD:
-            self._compiler.prepare(self._bound.grammars)
+        instance = self._instance
+        if instance is not None and instance.grammars.is_unprepared and instance.core.load == _NO_LOAD:
+            self._compiler.prepare(instance.grammars)
 
     def _profile(self, has_stepped: bool) -> bool:
         """Measure one step for a profile if there is one under way and nothing else to do. Returns whether it did."""

@@ -1,6 +1,5 @@
 """The two ways a checkpoint becomes tensors: from frames of the DRAM pool, or straight from its directory."""
 
-import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,9 @@ from nearline.checkpoint_store import (
 from nearline.loader.checkpoint import LoadedCheckpoint
 from nearline.loader.device_copy import DeviceCopy
 from nearline.loader.mapping import MappedPool
+from nearline.loader.pinned import fresh_memory
 from nearline.loader.ready import AllArrived, FrameArrival
+from nearline.loader.stream import CudaRange, FileStream
 from nearline.protocol import Bytes, Seconds
 from nearline.protocol.errors import InstanceFailed, OutOfMemory
 
@@ -34,11 +35,17 @@ def attach(
     """See the checkpoint of `directory` in `frames` (one per chunk, in order) as tensors on `device`, at once.
 
     Bytes may still be arriving: `wait_for` follows them. On a CPU nothing is copied and every process shares the same
-    memory; on CUDA one range is allocated and copies start immediately. Raises CheckpointCorrupt for a bad manifest,
-    InstanceFailed for frames that do not fit it, OutOfMemory when the device or the address space is full.
+    memory; on CUDA one range is allocated and copies start immediately. No frames at all mean that the pool cannot hold
+    the checkpoint: its file is streamed to the device, every digest checked (CUDA only). Raises CheckpointCorrupt for
+    a bad manifest, InstanceFailed for frames that do not fit it, OutOfMemory when the device or the address space is
+    full.
     """
     device = torch.device(device)
     manifest = read_manifest(directory)
+    if not frames and device.type != "cpu":
+        target = _device_range(manifest.num_bytes, device)
+        stream = FileStream(directory / WEIGHTS_NAME, manifest, CudaRange(target), stall_s)
+        return LoadedCheckpoint(manifest, target, stream)
     _check_frames(pool, manifest, frames)
     arrival = FrameArrival(pool, tuple(frames), manifest.digest, stall_s)
     if device.type == "cpu":
@@ -61,7 +68,7 @@ def load_directory(
     is_small = len(manifest.chunk_digests) == 1
     file = WeightsFile(directory / WEIGHTS_NAME, manifest.num_bytes, is_kept=is_small)
     try:
-        data = _private(manifest.num_bytes) if take is None else take(manifest.num_bytes)[: manifest.num_bytes]
+        data = fresh_memory(manifest.num_bytes) if take is None else take(manifest.num_bytes)[: manifest.num_bytes]
         with memoryview(data.numpy()) as view:  # type: ignore[arg-type]
             for index, digest in enumerate(manifest.chunk_digests):
                 offset = index * manifest.chunk_bytes
@@ -71,11 +78,6 @@ def load_directory(
     finally:
         file.close()
     return LoadedCheckpoint(manifest, data.to(device), AllArrived())
-
-
-def _private(num_bytes: Bytes) -> torch.Tensor:
-    """Fresh memory on page boundaries, as direct reads want it."""
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _check_frames(pool: MappedPool, manifest: Manifest, frames: Sequence[int]) -> None:

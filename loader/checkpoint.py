@@ -82,7 +82,10 @@ class LoadedCheckpoint:
                 self._arrival.wait(entry.offset // size, (entry.offset + entry.num_bytes - 1) // size)
 
     def is_complete(self) -> bool:
-        """True when every byte is on the device (CUDA: every copy has ended)."""
+        """True when every byte is on the device (CUDA: every copy has ended).
+
+        A stream that has failed raises why (CheckpointCorrupt, InstanceFailed): nobody else would say so.
+        """
         return self._arrival.is_complete()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""The pool's frames as pinned sources for copies to a CUDA device."""
+"""Host memory as a source of copies to a CUDA device: the pool's frames, pinned, or memory of one's own."""
 
 import contextlib
+import mmap
 import threading
 import warnings
 from typing import Any
@@ -11,6 +12,20 @@ from nearline.protocol import Bytes
 from nearline.protocol.frames import PoolLayout
 
 _REGISTER_PORTABLE = 1
+
+
+def fresh_memory(num_bytes: Bytes) -> torch.Tensor:
+    """Private memory on page boundaries, as direct reads want it; it goes with the tensor."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def pinned_memory(num_bytes: Bytes) -> torch.Tensor:
+    """Private memory that CUDA copies from at full speed; pageable, with a warning, where CUDA refuses."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        warnings.warn(f"CUDA cannot pin {num_bytes} bytes ({error}), copies will be slower", stacklevel=2)
+        return fresh_memory(num_bytes)
 
 
 class PinnedFrames:

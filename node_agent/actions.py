@@ -42,10 +42,14 @@ class KillEngine:
 
 @dataclass(frozen=True, slots=True)
 class AcquireCheckpoint:
-    """Pin the checkpoint's frames and start reading; LeaseAcquired or LeaseRefused follows at once."""
+    """Pin the checkpoint's frames and start reading; LeaseAcquired or LeaseRefused follows at once.
+
+    `may_stream`: the device has memory of its own, so a checkpoint larger than the pool may pass it by.
+    """
 
     instance_id: InstanceId
     digest: Digest
+    may_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,7 +353,8 @@ class NodeCore:
             instance.has_slot = instance.is_pinned = True
             instance.granted_at = now
             self._move(instance, LifecycleEvent.SLOT_GRANTED)
-            self._actions.append(act.AcquireCheckpoint(instance.spec.instance_id, instance.spec.digest))
+            may_stream = device.info.weight_bytes > 0
+            self._actions.append(act.AcquireCheckpoint(instance.spec.instance_id, instance.spec.digest, may_stream))
 
     def _bind_idle(self, now: Seconds) -> None:
         for device in self._roster.devices.values():

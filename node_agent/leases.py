@@ -34,10 +34,10 @@ class Leases:
         self._acquiring: set[asyncio.Task[Lease]] = set()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nearline-store")
 
-    def acquire(self, instance_id: InstanceId, digest: Digest) -> None:
+    def acquire(self, instance_id: InstanceId, digest: Digest, may_stream: bool = False) -> None:
         """Pin a checkpoint for an instance; LeaseAcquired or LeaseRefused, later LeaseFilled or LeaseBroken follow."""
         self._held[instance_id] = None
-        future = asyncio.ensure_future(self._acquire(digest))
+        future = asyncio.ensure_future(self._acquire(digest, may_stream))
         self._acquiring.add(future)
         future.add_done_callback(self._acquiring.discard)
         future.add_done_callback(lambda done: self._on_acquired(instance_id, done))
@@ -49,7 +49,8 @@ class Leases:
             lease.release()
 
     def release_when_read(self, instance_id: InstanceId) -> None:
-        """Unpin as soon as the reading has ended, which somebody who has all bytes may know a little earlier."""
+        """Unpin as soon as the reading has ended, which somebody who has all bytes may know a little earlier; of a
+        streamed checkpoint nobody else knows it."""
         lease = self._held.get(instance_id)
 
         def let_go() -> None:
@@ -62,6 +63,7 @@ class Leases:
 
         if lease:
             lease.done.add_done_callback(when_read)
+            lease.finish()
 
     def lease(self, instance_id: InstanceId) -> Lease:
         """Give an acquired lease: its frames and its directory stay, whatever was deleted meanwhile."""
@@ -82,12 +84,12 @@ class Leases:
         for instance_id in list(self._held):
             self.release(instance_id)
 
-    async def _acquire(self, digest: Digest) -> Lease:
+    async def _acquire(self, digest: Digest, may_stream: bool) -> Lease:
         while True:
             if self._store.is_remote(digest):
                 await self._fetch(digest)
             try:
-                return await self._loop.run_in_executor(self._threads, self._store.acquire, digest)
+                return await self._loop.run_in_executor(self._threads, self._store.acquire, digest, may_stream)
             except NotFound:
                 if not self._store.is_remote(digest):  # else it was evicted again before it was pinned
                     raise

@@ -223,7 +223,7 @@ class NodeRuntime:
             act.BindEngine: self._bind_engine,
             act.UnbindEngine: self._unbind_engine,
             act.KillEngine: self._kill_engine,
-            act.AcquireCheckpoint: lambda a: self._leases.acquire(a.instance_id, a.digest),
+            act.AcquireCheckpoint: lambda a: self._leases.acquire(a.instance_id, a.digest, a.may_stream),
             act.ReleaseCheckpoint: self._release_checkpoint,
             act.DeleteCheckpoint: self._delete_checkpoint,
             act.SendStatus: self._send_status,

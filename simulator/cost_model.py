@@ -44,11 +44,12 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A checkpoint on these machines. `steps` and `bind_s`: measured for it alone; None: what its machine says."""
+    """A checkpoint on these machines. `steps` and `binds_s` were measured for it alone: its starts take these binds in
+    turn. None, or none: what its machine says."""
 
     num_bytes: Bytes
     steps: StepTimeModel | None = None
-    bind_s: Seconds | None = None
+    binds_s: tuple[Seconds, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,11 +122,12 @@ def _machine(row: dict[str, Any]) -> Machine:
 def _models(row: dict[str, Any], folder: Path) -> list[tuple[ModelSpec, SimulatedModel]]:
     name, count, num_bytes = row.pop("name", "m"), row.pop("count", 1), round(row.pop("gb", 14.0) * GB)
     spec = {key: row.pop(key) for key in _SPEC if key in row}
-    file, bind_s = row.pop("step_profile", None), row.pop("bind_s", None)
+    file = row.pop("step_profile", None)
+    binds_s = (row.pop("bind_s"),) if "bind_s" in row else ()
     if row:
         raise ValueError(f"unknown keys of a model: {sorted(row)}")
     steps = None if file is None else read_profile(folder / file).model
-    return add_models(name, count, SimulatedModel(num_bytes=num_bytes, steps=steps, bind_s=bind_s), **spec)
+    return add_models(name, count, SimulatedModel(num_bytes=num_bytes, steps=steps, binds_s=binds_s), **spec)
 
 
 def equal_machine(profile: str, slots: int, dram_gb: float) -> Machine:

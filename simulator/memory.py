@@ -44,17 +44,17 @@ class NodeMemory:
     def free_bytes(self) -> Bytes:
         return self._tier.num_free * self._machine.frame_bytes
 
-    def pin(self, digest: Digest, now: Seconds) -> Read:
+    def pin(self, digest: Digest, now: Seconds, may_stream: bool = False) -> Read:
         """Hold a checkpoint in DRAM and begin to read what is missing, behind the reads before it."""
         cost, num_bytes = self._machine.cost, self._models[digest].num_bytes
         if digest not in self._known:
             self._tier.register(digest, num_bytes, self._machine.frame_bytes, 1.0 / cost.ssd_bytes_per_s)
             self._known[digest] = None
         resident = self._tier.resident_bytes(digest)
-        admission = self._tier.pin(digest, now)
+        admission = self._tier.pin(digest, now, may_stream)
         for eviction in admission.evictions:
             self._refresh(eviction.digest)
-        missing = num_bytes - resident if admission.to_read else 0
+        missing = num_bytes - resident if admission.to_read or not admission.frames else 0
         if missing:
             self._link_free_at = max(now, self._link_free_at) + cost.read_s(missing, 0)
             self._full_at[digest] = self._link_free_at

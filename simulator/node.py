@@ -4,6 +4,7 @@ Which process binds what, what waits for a slot and how an instance drains is de
 file answers its actions after what the cost model says.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -169,6 +170,7 @@ class SimulatedNode:
         self._boot()
 
     def _boot(self) -> None:
+        self._num_binds: Counter[Digest] = Counter()
         cost, machine = self.machine.cost, self.machine
         self._instances: dict[InstanceId, _Instance] = {}
         self._is_reporting, self._wakes_at = False, float("inf")
@@ -199,7 +201,7 @@ class SimulatedNode:
     def _acquire(self, action: act.AcquireCheckpoint) -> None:
         instance = self._instances[action.instance_id]
         try:
-            read = instance.read = self._memory.pin(action.digest, self._clock())
+            read = instance.read = self._memory.pin(action.digest, self._clock(), action.may_stream)
         except NearlineError as error:
             self._later(0.0, ev.LeaseRefused(action.instance_id, ErrorInfo.of(error)))
             return
@@ -219,7 +221,9 @@ class SimulatedNode:
 
     def _bind(self, action: act.BindEngine) -> None:
         model = self._models[action.spec.digest]
-        bind_s = self.machine.cost.bind_s if model.bind_s is None else model.bind_s
+        turn = self._num_binds[action.spec.digest]
+        self._num_binds[action.spec.digest] += 1
+        bind_s = model.binds_s[turn % len(model.binds_s)] if model.binds_s else self.machine.cost.bind_s
         instance = self._instances[action.spec.instance_id]
         self._schedule(bind_s, self._bound, instance, action.engine_id, bind_s, self._core)
 

@@ -100,15 +100,19 @@ async def ask(client: AsyncClient, name: str, options: dict[str, Any]) -> None:
 
 
 async def warm_up(client: AsyncClient) -> None:
-    """Lone requests, then six at once, of every model: what the way to an engine and its steps cost beside it."""
+    """Lone requests, then six at once, of every model: what the way to an engine and its steps cost beside it. Then
+    starts at the pace of the load: a processor and caches that had nothing to do make a start slower."""
     stream = Random(5)
     for name in [name for _ in range(3) for name in RATES]:
         prompts = [" ".join(stream.sample(WORDS, len(WORDS))) for _ in range(10)]
         await ask(client, name, {"prompt": prompts[0], **_fixed(4)})
         for prompt in prompts[1:4]:
+            await asyncio.sleep(stream.expovariate(sum(RATES.values())))
             await ask(client, name, {"prompt": prompt, **_fixed(30)})
-            await asyncio.sleep(0.1)
         await asyncio.gather(*(ask(client, name, {"prompt": prompt, **_fixed(30)}) for prompt in prompts[4:]))
+    for name in [name for _ in range(12) for name in RATES]:
+        await asyncio.sleep(stream.expovariate(sum(RATES.values())))
+        await ask(client, name, {"prompt": " ".join(stream.sample(WORDS, len(WORDS))), **_fixed(10)})
 
 
 async def live(models: dict[str, Path], work: Path, minutes: float) -> Lived:

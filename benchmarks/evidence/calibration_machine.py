@@ -58,8 +58,8 @@ def machine_of(lived: Lived) -> tuple[Machine, dict[Digest, SimulatedModel]]:
     for model_id, spec in lived.specs.items():
         steps = steps_of(lived, model_id)
         checkpoint = spec.checkpoint
-        bind_s = first_step_s(lived, model_id, steps) - cost.hop_s
-        models[checkpoint.digest] = SimulatedModel(num_bytes=checkpoint.num_bytes, steps=steps, bind_s=bind_s)
+        binds_s = tuple(max(0.0, first - cost.hop_s) for first in first_steps_s(lived, model_id, steps))
+        models[checkpoint.digest] = SimulatedModel(num_bytes=checkpoint.num_bytes, steps=steps, binds_s=binds_s)
     return machine, models
 
 
@@ -70,14 +70,15 @@ def alone(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def hop_s(lived: Lived) -> float:
-    """What lies between the front door and an engine, there and back: the first token of lone warm requests."""
+    """What lies between the front door and an engine, there and back: the first token of lone warm requests, in the
+    mean, for a mean is compared."""
     beyond = []
     for answer in alone(lived.warm_up()):
         steps = lived.profiles[answer.info.model_id].model
         is_warm = not any(s.loading_at >= answer.arrived_at and s.loading_at <= answer.first_at for s in lived.starts)
         if is_warm:
             beyond.append(answer.ttft_s - steps.prefill_s(answer.info.num_prompt_tokens))
-    return max(0.0, median(beyond))
+    return max(0.0, fmean(beyond))
 
 
 def steps_of(lived: Lived, model_id: ModelId) -> StepTimeModel:
@@ -98,8 +99,8 @@ def steps_of(lived: Lived, model_id: ModelId) -> StepTimeModel:
     )
 
 
-def first_step_s(lived: Lived, model_id: ModelId, steps: StepTimeModel) -> float:
-    """From the wish for an instance to its first token, less the prefill: of the starts of the warm-up."""
+def first_steps_s(lived: Lived, model_id: ModelId, steps: StepTimeModel) -> list[float]:
+    """From the wish for an instance to its first token, less the prefill: each start of the warm-up."""
     times = []
     for start in lived.starts:
         if start.model_id != model_id or start.loading_at >= lived.begun_at:
@@ -109,7 +110,7 @@ def first_step_s(lived: Lived, model_id: ModelId, steps: StepTimeModel) -> float
         if waiting:
             first = waiting[0]
             times.append(first.first_at - start.loading_at - steps.prefill_s(first.info.num_prompt_tokens))
-    return median(times) if times else lived.bind_s(model_id)
+    return times or [lived.bind_s(model_id)]
 
 
 def _arrival(answer: Answer, origin: float) -> Arrival:

@@ -139,16 +139,21 @@ def _fits(node: NodeView, device: DeviceInfo, need: Need, leaving: list[Instance
         return False
     pinned = {i.spec.digest: i.model.num_bytes for i in node.instances.values() if i.instance_id not in gone}
     pinned[need.digest] = need.num_bytes
-    return sum(_in_frames(node, num_bytes) for num_bytes in pinned.values()) <= node.report.dram_pool_bytes
+    in_frames = [_in_frames(node, num_bytes) for num_bytes in pinned.values()]
+    pool_bytes = node.report.dram_pool_bytes
+    return sum(num_bytes for num_bytes in in_frames if num_bytes <= pool_bytes) <= pool_bytes  # others are streamed
 
 
 def _can_hold(node: NodeView, device: DeviceInfo, need: Need) -> bool:
-    return need.num_bytes <= _memory(node, device) and _in_frames(node, need.num_bytes) <= node.report.dram_pool_bytes
+    if device.weight_bytes:
+        return need.num_bytes <= device.weight_bytes
+    return _in_frames(node, need.num_bytes) <= node.report.dram_pool_bytes
 
 
 def _memory(node: NodeView, device: DeviceInfo) -> Bytes:
-    """Bytes of weights a device can serve. They pass through the DRAM pool, and stay pinned there, on any device."""
-    return min(node.report.dram_pool_bytes, device.weight_bytes or node.report.dram_pool_bytes)
+    """Bytes of weights a device can serve: from memory of its own, to which what the DRAM pool cannot hold is
+    streamed past it, or from the pool."""
+    return device.weight_bytes or node.report.dram_pool_bytes
 
 
 def _in_frames(node: NodeView, num_bytes: Bytes) -> Bytes:

@@ -67,6 +67,25 @@ def test_a_checkpoint_larger_than_the_pool_is_told_so() -> None:
         tier(8, a=9).pin(A, 0.0)
 
 
+def test_a_checkpoint_larger_than_the_pool_is_held_without_frames_where_it_may_be_streamed() -> None:
+    t = tier(8, a=9, b=8)
+    load(t, B)
+    t.unpin(B)
+    for _ in range(2):
+        admission = t.pin(A, 1.0, may_stream=True)
+        assert (admission.frames, admission.to_read, admission.evictions) == ((), (), ())
+        t.check()
+    with pytest.raises(OutOfMemory, match="has 9 chunks"):
+        t.pin(A, 1.0)
+    assert t.is_pinned(A)
+    assert t.resident_bytes(B) == 8 * CHUNK, "it takes nothing from anybody"
+    assert not t.forget(A)
+    assert [t.unpin(A), t.unpin(A)] == [False, True]
+    assert t.forget(A)
+    assert len(t.pin(B, 2.0, may_stream=True).frames) == 8, "one that fits is held in frames"
+    t.check()
+
+
 def test_only_as_many_chunks_go_as_are_needed_and_the_last_ones_first() -> None:
     t = tier(8, a=6, b=4)
     load(t, A)

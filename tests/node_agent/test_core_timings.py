@@ -3,7 +3,7 @@
 import pytest
 
 from nearline.node_agent import events as ev
-from nearline.node_agent.actions import DeleteCheckpoint, SendStatus
+from nearline.node_agent.actions import AcquireCheckpoint, DeleteCheckpoint, SendStatus
 from nearline.node_agent.core import NodeCore
 from nearline.node_agent.types import CoreConfig, EngineId
 from nearline.protocol import (
@@ -36,6 +36,16 @@ def starting() -> NodeCore:
     core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), info), 2.0)
     core.on(ev.LeaseAcquired(ID), 2.0)
     return core
+
+
+@pytest.mark.parametrize("weight_bytes", [0, 1 << 36])
+def test_only_a_device_with_memory_of_its_own_may_be_streamed_to(weight_bytes: int) -> None:
+    device = DeviceInfo(0, "any", "any", 1 << 36, 1, weight_bytes)
+    core = NodeCore(CoreConfig((device,), 1, 1 << 26, 4, 2))
+    info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 700, "llama", "L", "x", "float32", ())
+    actions = core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), info), 2.0)
+    asked = [action.may_stream for action in actions if isinstance(action, AcquireCheckpoint)]
+    assert asked == [weight_bytes > 0]
 
 
 @pytest.mark.parametrize("is_imported_again", [False, True])

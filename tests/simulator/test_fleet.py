@@ -62,7 +62,7 @@ def test_a_fleet_file_names_counts_and_measures(tmp_path: Path) -> None:
     assert [spec.max_replicas for spec in fleet.specs] == [3, 3, 1]
     tiny = fleet.models[fleet.specs[2].checkpoint.digest]
     assert tiny.steps is not None
-    assert (tiny.num_bytes, tiny.bind_s, tiny.steps.decode_per_sequence_s) == (300_000_000, 0.02, 1e-3)
+    assert (tiny.num_bytes, tiny.binds_s, tiny.steps.decode_per_sequence_s) == (300_000_000, (0.02,), 1e-3)
 
 
 @pytest.mark.parametrize(

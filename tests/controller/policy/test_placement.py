@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from nearline.controller.config import CoreConfig
+from nearline.controller.estimate import displaced_s
 from nearline.controller.policy.placement import Need, NoPlace, Placement, damage_s, place
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
@@ -132,12 +133,24 @@ def test_a_checkpoint_takes_whole_frames_of_the_pool() -> None:
     assert isinstance(decide([where]), NoPlace), "and the other one takes a whole frame"
 
 
-def test_a_gpu_has_room_for_what_is_left_beside_its_caches_and_for_what_the_pool_can_pass_on() -> None:
-    for weight_bytes, pool_bytes, fits in ((9, 64, False), (10, 64, True), (64, 9, False), (64, 10, True)):
+def test_a_gpu_has_room_for_what_is_left_beside_its_caches_whatever_the_pool_holds() -> None:
+    for weight_bytes, pool_bytes, fits in ((9, 64, False), (10, 64, True), (64, 9, True), (9, 4, False)):
         device = DeviceInfo(0, "cuda", "H200", 140 * GB, 1, weight_bytes * GB)
         found = decide([node("n1", devices=(device,), dram_pool_bytes=pool_bytes * GB)])
         assert isinstance(found, Placement) is fits
         assert fits or (isinstance(found, NoPlace) and found.is_too_big)
+
+
+def test_what_the_pool_cannot_hold_is_streamed_to_a_gpu_and_takes_nothing_of_the_pool() -> None:
+    device = DeviceInfo(0, "cuda", "H200", 140 * GB, 3, 64 * GB)
+    where = node("n1", devices=(device,), dram_pool_bytes=8 * GB, dram_free_bytes=0)
+    occupy(where, "other", idle_s=None, num_bytes=8 * GB)
+    found = placed(decide([where]))
+    assert found.leaving == ()
+    assert "from ssd" in found.reason.lower()
+    occupy(where, "streamed too", idle_s=None, num_bytes=20 * GB)
+    assert placed(decide([where])).leaving == ()
+    assert displaced_s(where, Digest("d"), 10 * GB) == 0.0, "nothing has to be read again for it"
 
 
 def test_nodes_on_which_it_failed_are_avoided_while_there_are_others() -> None:

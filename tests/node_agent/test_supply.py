@@ -40,7 +40,7 @@ def test_processes_beyond_the_wish_are_ended() -> None:
 
 
 def test_the_process_an_instance_is_about_to_take_is_none_too_many() -> None:
-    """When models take turns in a slot: one process was just let go of, a spare stands by, the next awaits its frames."""
+    """When models take turns in a slot: one process was just let go of, a spare stands by, the next awaits frames."""
     assert supply(Demand(1, 0, 2, 0), DeviceSlots(INFO), config(1), 0.0).num_ends == 0
     assert supply(Demand(1, 0, 3, 0), DeviceSlots(INFO), config(1), 0.0).num_ends == 1
 

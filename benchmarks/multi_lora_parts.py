@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from benchmarks.multi_lora_engine import Arrival, MiniEngine, Outcome, prompt
-from nearline.engine.config import MergeMode
 from nearline.engine.runner import Runner
 from nearline.engine.sequence import Sequence as EngineSequence
 from nearline.engine.types import Batch, BatchItem
@@ -86,19 +85,15 @@ def popularity_tokens_per_s(engine: MiniEngine, digests: Sequence[Digest], is_zi
     return engine.run(arrivals, limit_s)
 
 
-def switching(
-    directory: Path, digests: Sequence[Digest], stride: int, merge: MergeMode, work: tuple[int, float]
-) -> Outcome:
-    """One run of the figure-10 shape: `work` is (requests, seconds between arrivals); runs of `stride` per adapter.
+def switching(engine: MiniEngine, digests: Sequence[Digest], stride: int, work: tuple[int, float, int]) -> Outcome:
+    """One run of the figure-10 shape: `work`: requests, mean seconds between them, seed. `stride` per adapter.
 
     Source: dLoRA (OSDI 2024), figure 10: 8 adapters, Poisson arrivals; here consecutive requests share an adapter.
     """
-    num_requests, gap_s = work
-    engine = MiniEngine(directory, 768 << 20, merge)
-    engine.load(digests)  # the switch is what is measured
-    draw, at, arrivals = random.Random(stride), 0.0, []
+    num_requests, gap_s, seed = work
+    draw, at, arrivals = random.Random(f"{stride}/{seed}"), 0.0, []
     for index in range(num_requests):
-        at += draw.expovariate(1.0 / gap_s)
+        at += draw.expovariate(1.0 / gap_s) if gap_s else 0.0
         adapter = digests[index // stride % len(digests)]
         arrivals.append(Arrival(at, adapter, prompt(draw, 24), 16 + draw.randrange(17)))
     return engine.run(arrivals)

@@ -201,7 +201,8 @@ def _graphs(device: str) -> tuple[str, str, bool]:
         driver = driver_of(model, device, is_recorded=is_recorded)
         runner: Any = driver.runner
         if is_recorded and device == "cpu":
-            runner._graphs = DecodeGraphs(runner.decoder, runner.kv, lambda work: work, RecordingPlan(after_steps=0))
+            plan = RecordingPlan(max_bytes=1 << 30, after_steps=0)
+            runner._graphs = DecodeGraphs(runner.decoder, runner.kv, lambda work: (work, 0), plan)
         wishes = [SamplingParams(temperature=0.0), SamplingParams(seed=3), SamplingParams(seed=5, top_p=0.9)]
         outputs.append(driver.generate([driver.sequence(_tokens(5 + i), wish) for i, wish in enumerate(wishes)], count))
         recorded = runner._graphs.num_recorded if runner._graphs else 0

@@ -157,7 +157,7 @@ def compare(lived: Lived) -> tuple[list[list[str]], bool]:
     return rows, is_met
 
 
-def write(lived: Lived, minutes: float) -> Path:
+def write(lived: Lived, minutes: float, more: str = "") -> Path:
     rows, is_met = compare(lived)
     verdict = f"Aim: within 10 % on mean and p90 time to first token and on swaps: {'met' if is_met else 'missed'}."
     about = [f"{name}: {cost}" for name, cost in lived.described().items()]
@@ -171,7 +171,7 @@ def write(lived: Lived, minutes: float) -> Path:
         "Measured in the same run and given to the simulation:",
         "\n".join(f"- {line}" for line in about),
     ]
-    command = f"python -m benchmarks.evidence.calibration --minutes {minutes:g}"
+    command = f"python -m benchmarks.evidence.calibration --minutes {minutes:g}{more}"
     return page.write("calibration", "The simulator against a live run", command, parts)
 
 
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> Path:
     parser.add_argument("--again", type=Path, metavar="FILE", help="simulate a run that was kept, without a live one")
     options = parser.parse_args(arguments)
     if options.again is not None:
-        return write(Lived.kept(options.again), options.minutes)
+        return write(Lived.kept(options.again), options.minutes, " --keep FILE; simulated anew with --again FILE")
     work = Path(tempfile.mkdtemp(prefix="nearline-calibration-"))
     try:
         gguf = options.gguf.resolve()

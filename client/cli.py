@@ -49,12 +49,3 @@ def root(
     ] = False,
 ) -> None:
     """Serve many language models and LoRA adapters from few machines; idle ones cost only disk."""
-
-
-def main() -> None:
-    """Entry point of the `nearline` script."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ COLUMNS = 112
 
 def main() -> None:
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "nearline.client.cli", "demo"]
+    command = [sys.executable, "-m", "nearline", "demo"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print("[bold]$[/] make demo")

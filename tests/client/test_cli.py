@@ -1,8 +1,10 @@
 """The command: statuses, JSON, and messages a person can act on."""
 
+import inspect
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ ROW = {
 
 
 def nearline(*arguments: str, url: str = "http://127.0.0.1:9", **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nearline.client.cli", *arguments]
+    command = [sys.executable, "-m", "nearline", *arguments]
     environment = {"NEARLINE_URL": url, "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60, **options)
 
@@ -124,3 +126,16 @@ def test_every_verb_that_answers_takes_json() -> None:
         for verb in getattr(command, "commands", {name: command}).values():
             options = {flag for parameter in verb.params for flag in parameter.opts}
             assert name in silent or "--json" in options, f"nearline {name} {verb.name}"
+
+
+def test_an_interrupt_while_the_command_still_loads_leaves_no_traceback() -> None:
+    class Interrupted:  # stands in for Ctrl-C at the moment the first module is looked for
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "nearline.client.cli":
+                raise KeyboardInterrupt
+
+    source = inspect.getsource(Interrupted)
+    program = f"import sys\n{textwrap.dedent(source)}\nsys.meta_path.insert(0, Interrupted())\n"
+    program += "from nearline.__main__ import main\nmain()"
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -75,7 +75,7 @@ def test_no_lines_and_bytes_that_are_no_text_are_fine(data_dir: Path) -> None:
 
 def test_following_goes_on_in_the_file_that_takes_the_place_of_a_full_one(data_dir: Path) -> None:
     path = data_dir / "logs" / "controller.log"
-    command = [sys.executable, "-m", "nearline.client.cli", "logs", "controller", "-f", "-n", "1"]
+    command = [sys.executable, "-m", "nearline", "logs", "controller", "-f", "-n", "1"]
     command = [*command, "--data-dir", str(data_dir)]
     # A suite that runs in the background of a shell ignores Ctrl-C, and its children with it.
     heeded = signal.signal(signal.SIGINT, signal.default_int_handler)

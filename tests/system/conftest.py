@@ -69,7 +69,7 @@ class RunningPlatform:
 
 
 def start_platform(data_dir: Path, *flags: str) -> RunningPlatform:
-    command = [sys.executable, "-m", "nearline.client.cli", "up", "--data-dir", str(data_dir), "--port", "0"]
+    command = [sys.executable, "-m", "nearline", "up", "--data-dir", str(data_dir), "--port", "0"]
     command += ["--pool", "256MiB", "--slots", "2", "--prewarm", "1", *flags]
     data_dir.mkdir(parents=True, exist_ok=True)
     with (data_dir / "up.out").open("wb") as output:

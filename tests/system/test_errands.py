@@ -13,7 +13,7 @@ from tests.system.conftest import RunningPlatform, eventually, register
 
 
 def command(platform: RunningPlatform, *words: str) -> subprocess.CompletedProcess[str]:
-    whole = [sys.executable, "-m", "nearline.client.cli", *words, "--url", platform.url]
+    whole = [sys.executable, "-m", "nearline", *words, "--url", platform.url]
     return subprocess.run(whole, capture_output=True, text=True, timeout=60, check=False)
 
 

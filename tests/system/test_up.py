@@ -13,7 +13,7 @@ from tests.system.conftest import RunningPlatform, eventually, register, running
 
 
 def run_up(data_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nearline.client.cli", "up", "--data-dir", str(data_dir), *flags]
+    command = [sys.executable, "-m", "nearline", "up", "--data-dir", str(data_dir), *flags]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 

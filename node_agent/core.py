@@ -196,10 +196,8 @@ class NodeCore:
     def _on_deadlines(self, now: Seconds) -> None:
         for instance in list(self._roster.instances.values()):
             if instance.drain_deadline is not None and instance.drain_deadline <= now:
-                stopped = InstanceFailed(
-                    f"instance {instance.spec.instance_id} stopped before the end; run it elsewhere"
-                )
-                self._actions.append(act.FailSequences(instance.spec.instance_id, ErrorInfo.of(stopped)))
+                text = f"instance {instance.spec.instance_id} stopped before the end; run it elsewhere"
+                self._actions.append(act.FailSequences(instance.spec.instance_id, ErrorInfo.of(InstanceFailed(text))))
                 self._unbind(instance, now)
         for engine in list(self._roster.engines.values()):
             if engine.deadline is not None and engine.deadline <= now:
@@ -264,6 +262,7 @@ class NodeCore:
         engine = self._roster.engines[event.engine_id]
         if engine.state is EngineState.UNBINDING:
             engine.state, engine.deadline = EngineState.IDLE, None
+            self._roster.devices[engine.device_index].quiet_at = now + self._config.quiet_delay_s
             self._part(engine)
 
     def _on_engine_exited(self, event: ev.EngineExited, now: Seconds) -> None:
@@ -370,7 +369,7 @@ class NodeCore:
         instance.engine_id = engine.engine_id
         instance.is_prewarmed = engine.warm_at is not None and engine.warm_at <= instance.granted_at
         instance.process_s = 0.0 if instance.is_prewarmed else now - instance.granted_at
-        device.refill_at = now + self._config.refill_delay_s
+        device.quiet_at = now + self._config.quiet_delay_s
         budget = instance_budget(instance.checkpoint, device.info, self._config.kv_bytes, self._config.max_running)
         num_busy = device.info.num_slots - self._roster.num_free_slots(device)
         num_threads = instance_threads(self._config.num_cores, num_busy)

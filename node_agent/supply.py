@@ -29,8 +29,9 @@ class Supply:
 def supply(demand: Demand, device: DeviceSlots, config: CoreConfig, now: Seconds) -> Supply:
     """Decide starts and ends.
 
-    Hungry instances come first and at once. Spares follow when the device has been quiet for a while, so that warming
-    one up does not take the cores from a first token. After a failed start, one process at a time is tried.
+    Hungry instances come first and at once. Spares are started or ended when the device has been quiet for a while:
+    warming one up would take the cores from a first token, and a process that was just let go of is what the next
+    model in its slot takes. After a failed start, one process at a time is tried.
     """
     have = demand.num_starting + demand.num_idle
     spares = min(config.num_prewarmed, max(1, demand.num_free_slots))
@@ -38,11 +39,13 @@ def supply(demand: Demand, device: DeviceSlots, config: CoreConfig, now: Seconds
     if missing <= 0:
         # Who is hungry takes a process as soon as its frames are leased: what it leaves is what may be too much.
         surplus = demand.num_idle - demand.num_hungry - config.num_prewarmed
+        if surplus > 0 and now < device.quiet_at:
+            return Supply(look_at=device.quiet_at, reason="the device is busy")
         return Supply(num_ends=max(0, surplus), reason="more pre-warmed processes than wanted")
     if now < device.retry_at:
         return Supply(look_at=device.retry_at, reason="backing off after a failure")
-    if not demand.num_hungry and now < device.refill_at:
-        return Supply(look_at=device.refill_at, reason="the device is busy")
+    if not demand.num_hungry and now < device.quiet_at:
+        return Supply(look_at=device.quiet_at, reason="the device is busy")
     num_starts = min(missing, 1 - min(1, demand.num_starting)) if device.num_failures else missing
     return Supply(num_starts, reason="an instance waits" if demand.num_hungry else "pre-warmed spare")
 

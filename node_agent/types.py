@@ -46,7 +46,7 @@ class CoreConfig:
     start_timeout_s: Seconds = 120.0
     bind_timeout_s: Seconds = 120.0
     unbind_timeout_s: Seconds = 5.0
-    refill_delay_s: Seconds = 2.0
+    quiet_delay_s: Seconds = 2.0
     backoff_s: Seconds = 0.25
     max_backoff_s: Seconds = 30.0
     max_start_failures: int = 3
@@ -116,9 +116,9 @@ class Instance:
 
 @dataclass(slots=True, eq=False)
 class DeviceSlots:
-    """One device's slots and its luck with processes: no start before `retry_at`, no spare before `refill_at`."""
+    """One device's slots and its luck with processes: none starts before `retry_at`, spares stay until `quiet_at`."""
 
     info: DeviceInfo
     num_failures: int = 0
     retry_at: Seconds = 0.0
-    refill_at: Seconds = 0.0
+    quiet_at: Seconds = 0.0

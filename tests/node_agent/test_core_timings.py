@@ -3,7 +3,15 @@
 import pytest
 
 from nearline.node_agent import events as ev
-from nearline.node_agent.actions import AcquireCheckpoint, DeleteCheckpoint, SendStatus
+from nearline.node_agent.actions import (
+    AcquireCheckpoint,
+    BindEngine,
+    DeleteCheckpoint,
+    KillEngine,
+    NodeAction,
+    SendStatus,
+    StartEngine,
+)
 from nearline.node_agent.core import NodeCore
 from nearline.node_agent.types import CoreConfig, EngineId
 from nearline.protocol import (
@@ -21,19 +29,19 @@ from nearline.protocol import (
 
 ID = InstanceId("i1")
 BOUND = ev.EngineBound(EngineId(1), ID, 0.05, 1000)
+CHECKPOINT = CheckpointInfo(
+    Digest("d"), CheckpointKind.MODEL, 700, "llama", "L", "x", "float32", (), kv_bytes_per_token=64,
+    max_context_tokens=128,
+)  # fmt: skip
 FILLED = ev.LeaseFilled(ID, 2.5, 700, Tier.SSD)
 
 
 def starting() -> NodeCore:
     """A node with one warm process and one instance whose checkpoint is pinned."""
     core = NodeCore(CoreConfig((DeviceInfo(0, "cpu", "cpu", 1 << 36, 1),), 1, 1 << 26, 4, 2))
-    info = CheckpointInfo(
-        Digest("d"), CheckpointKind.MODEL, 700, "llama", "L", "x", "float32", (), kv_bytes_per_token=64,
-        max_context_tokens=128,
-    )  # fmt: skip
     core.on(ev.Woke(), 0.0)
     core.on(ev.EngineWarm(EngineId(1)), 1.0)
-    core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), info), 2.0)
+    core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), CHECKPOINT), 2.0)
     core.on(ev.LeaseAcquired(ID), 2.0)
     return core
 
@@ -74,3 +82,26 @@ def test_ready_comes_with_the_bind_and_timings_with_the_last_byte(order: tuple[e
     assert timings is not None
     assert (timings.read_s, timings.read_bytes, timings.bind_s) == (2.5, 700, 0.05)
     assert core.statuses() == said[-1:]
+
+
+def test_models_that_take_turns_in_a_slot_take_turns_in_the_same_processes() -> None:
+    """The next model is wished for a moment after the last one has stopped; nothing is ended or started for that."""
+    core = starting()
+    actions = core.on(BOUND, 3.0)
+    actions += core.on(ev.Woke(), 5.0)
+    assert [type(action) for action in actions if isinstance(action, StartEngine)] == [StartEngine]
+    core.on(ev.EngineWarm(EngineId(2)), 6.0)
+    later: list[NodeAction] = []
+    serving = EngineId(1)
+    for turn in (1, 2, 3):
+        at, next_id = 10.0 * turn, InstanceId(f"i{turn + 1}")
+        core.on(ev.StopWished(InstanceId(f"i{turn}"), 0.0), at)
+        core.on(ev.Drained(InstanceId(f"i{turn}")), at)
+        later += core.on(ev.EngineUnbound(serving), at + 0.01)
+        later += core.on(ev.EnsureWished(InstanceSpec(next_id, ModelId("m"), Digest("d")), CHECKPOINT), at + 0.02)
+        later += core.on(ev.LeaseAcquired(next_id), at + 0.02)
+        (serving,) = [action.engine_id for action in later if isinstance(action, BindEngine)][turn - 1 :]
+        later += core.on(ev.EngineBound(serving, next_id, 0.05, 1000), at + 0.1)
+        later += core.on(ev.Woke(), at + 5.0)
+        core.check()
+    assert not [action for action in later if isinstance(action, StartEngine | KillEngine)]

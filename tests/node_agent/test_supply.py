@@ -16,7 +16,7 @@ def test_a_fresh_node_warms_its_spares() -> None:
 
 
 def test_no_spare_is_warmed_while_a_start_is_under_way_or_just_over() -> None:
-    quiet_later = DeviceSlots(INFO, refill_at=10.0)
+    quiet_later = DeviceSlots(INFO, quiet_at=10.0)
     assert supply(Demand(1, 0, 1, 1), DeviceSlots(INFO), config(2), 5.0).num_starts == 0
     waiting = supply(Demand(0, 0, 0, 1), quiet_later, config(2), 5.0)
     assert (waiting.num_starts, waiting.look_at) == (0, 10.0)
@@ -24,7 +24,7 @@ def test_no_spare_is_warmed_while_a_start_is_under_way_or_just_over() -> None:
 
 
 def test_an_instance_that_waits_for_a_process_gets_one_at_once() -> None:
-    busy = DeviceSlots(INFO, refill_at=10.0)
+    busy = DeviceSlots(INFO, quiet_at=10.0)
     assert supply(Demand(2, 1, 0, 0), busy, config(0), 5.0).num_starts == 1
 
 
@@ -43,6 +43,14 @@ def test_the_process_an_instance_is_about_to_take_is_none_too_many() -> None:
     """When models take turns in a slot: one process was just let go of, a spare stands by, the next awaits frames."""
     assert supply(Demand(1, 0, 2, 0), DeviceSlots(INFO), config(1), 0.0).num_ends == 0
     assert supply(Demand(1, 0, 3, 0), DeviceSlots(INFO), config(1), 0.0).num_ends == 1
+
+
+def test_a_process_too_many_is_kept_until_the_device_is_quiet() -> None:
+    """What one model let go of, the next takes; only the wish for that may come a moment later."""
+    just_let_go = DeviceSlots(INFO, quiet_at=10.0)
+    kept = supply(Demand(0, 0, 2, 1), just_let_go, config(1), 8.0)
+    assert (kept.num_ends, kept.look_at) == (0, 10.0)
+    assert supply(Demand(0, 0, 2, 1), just_let_go, config(1), 10.0).num_ends == 1
 
 
 def test_after_failures_one_process_at_a_time_is_tried_and_ever_later() -> None:

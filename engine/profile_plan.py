@@ -1,7 +1,9 @@
 """Which steps a profile measures, in which order, and what follows from their times. Pure.
 
-Small steps come first. A step that is believed to take longer than LONGEST_STEP_S is left out, because a request that
-arrives meanwhile waits for it, unless there would be too few to fit a law to.
+All steps are measured in each of several rounds, so that what disturbs the machine for a second (a process that warms
+up) disturbs one measurement of some steps, not all of a few. Small steps come first. A step that is believed to take
+longer than LONGEST_STEP_S is left out, because a request that arrives meanwhile waits for it, unless there would be too
+few to fit a law to.
 """
 
 from dataclasses import dataclass
@@ -74,7 +76,7 @@ class ProfilePlan:
 
     @property
     def num_total(self) -> int:
-        return len(self._shapes)
+        return NUM_REPEATS * len(self._shapes)
 
     @property
     def num_done(self) -> int:
@@ -82,23 +84,30 @@ class ProfilePlan:
 
     def next(self) -> StepShape | None:
         """Return the step to measure now, or None when all have been."""
-        while self._at < len(self._shapes) and not self._times[self._at] and self._is_left_out(self._shapes[self._at]):
+        while self._at < self.num_total and self._is_skipped():
             self._at += 1
-        return self._shapes[self._at] if self._at < len(self._shapes) else None
+        return self._shapes[self._index] if self._at < self.num_total else None
 
     def observe(self, seconds: Seconds) -> None:
         """Take in how long the step took; each is measured a few times."""
-        self._pace.observe(self._shapes[self._at].work, seconds)
+        self._pace.observe(self._shapes[self._index].work, seconds)
         self._spent_s += seconds
-        times = self._times[self._at]
-        times.append(seconds)
-        if len(times) == NUM_REPEATS or self._spent_s > LONGEST_PROFILE_S:
-            self._at += 1
+        self._times[self._index].append(seconds)
+        self._at += 1
 
     def result(self) -> tuple[StepTimeModel, float, float, int]:
         """Return the model, the mean relative errors of prefill and decode, and the number of steps it is fitted to."""
         measured = [(s.work, median(times)) for s, times in zip(self._shapes, self._times, strict=True) if times]
         return *fit_model(measured), len(measured)
+
+    @property
+    def _index(self) -> int:
+        return self._at % len(self._shapes)
+
+    def _is_skipped(self) -> bool:
+        if self._at < len(self._shapes):
+            return self._is_left_out(self._shapes[self._index])
+        return not self._times[self._index] or self._spent_s > LONGEST_PROFILE_S
 
     def _is_left_out(self, shape: StepShape) -> bool:
         pairs = zip(self._shapes, self._times, strict=True)

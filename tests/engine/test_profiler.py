@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nearline.engine.profile_plan import LONGEST_STEP_S, ProfileLimits, ProfilePlan
+from nearline.engine.profile_plan import LONGEST_STEP_S, NUM_REPEATS, ProfileLimits, ProfilePlan
 from nearline.protocol import StepProfile, StepTimeModel, TaskId
 from nearline.protocol.frames import (
     CancelImport,
@@ -42,11 +42,24 @@ def test_the_plan_finds_the_pace_of_a_machine_that_keeps_the_law() -> None:
     plan, _ = measured(TRUE, 270_000_000)
     model, prefill_error, decode_error, num_steps = plan.result()
     assert max(prefill_error, decode_error) < 0.01
-    assert num_steps == plan.num_total == plan.num_done > 20
+    assert plan.num_total == plan.num_done == NUM_REPEATS * num_steps
+    assert num_steps > 20
     for num_tokens, start in ((100, 0), (512, 1024)):
         assert model.prefill_s(num_tokens, start) == pytest.approx(TRUE.prefill_s(num_tokens, start), rel=0.02)
     for num_sequences, context in ((1, 100), (24, 20_000)):
         assert model.decode_s(num_sequences, context) == pytest.approx(TRUE.decode_s(num_sequences, context), rel=0.02)
+
+
+def test_a_machine_that_is_disturbed_for_a_while_is_measured_as_it_is_without() -> None:
+    plan, spent_s = ProfilePlan(270_000_000, LIMITS), 0.0
+    while (shape := plan.next()) is not None:
+        seconds = TRUE.step_s(shape.work) * (2.0 if spent_s < 0.3 else 1.0)
+        spent_s += seconds
+        plan.observe(seconds)
+    model, prefill_error, decode_error, _ = plan.result()
+    assert max(prefill_error, decode_error) < 0.01
+    assert model.prefill_s(20) == pytest.approx(TRUE.prefill_s(20), rel=0.02)
+    assert model.decode_s(1, 100) == pytest.approx(TRUE.decode_s(1, 100), rel=0.02)
 
 
 def test_on_a_slow_machine_the_long_steps_are_left_out() -> None:

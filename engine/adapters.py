@@ -4,6 +4,9 @@ An adapter is addressed by its content digest alone, so loading one can never ch
 computes. Its life: ABSENT → LOADING → READY → ABSENT (evicted, may come back) or gone (unloaded); LOADING → FAILED.
 A sequence *joins* its adapter when it is added and *pins* it from its first step to its end: a pinned adapter is
 not evicted, a joined one is not forgotten. Of those that may go, the one goes whose absence is expected to cost least.
+
+An adapter may be read *ahead* of its first sequence, while nothing else is read and into a place that is free: it takes
+nothing from anybody, and goes before all that were ever used.
 """
 
 import math
@@ -54,7 +57,9 @@ class _Adapter:
     num_bytes: Bytes = 0
     joined: list[Order] = field(default_factory=list)
     num_pinned: int = 0
-    is_wanted: bool = True
+    is_wanted: bool = False
+    is_ahead: bool = False
+    """To be read ahead; `is_wanted` says the same of one that somebody asks for."""
     is_leaving: bool = False
     heat: float = -math.inf
     ready_since: Seconds = 0.0
@@ -99,13 +104,17 @@ class AdapterTable:
         self._is_squeezed = False
         self._just_read: list[Digest] = []
 
-    def announce(self, digest: Digest, directory: str) -> bool:
-        """Make an adapter known and wanted, also after a failure. Returns whether it is ready already."""
+    def announce(self, digest: Digest, directory: str, is_ahead: bool = False) -> bool:
+        """Make an adapter known and wanted, also after a failure. Returns whether it is ready already.
+
+        With `is_ahead` nobody has asked for it: it is read once there is nothing else to read, if a place is free then.
+        """
         adapter = self._adapters.get(digest)
         if adapter is None or adapter.state is AdapterState.FAILED:
             adapter = self._adapters[digest] = _Adapter(digest, directory)
-        adapter.directory = directory
-        adapter.is_wanted, adapter.is_leaving = True, False
+        adapter.directory, adapter.is_leaving = directory, False
+        adapter.is_wanted = adapter.is_wanted or not is_ahead
+        adapter.is_ahead = is_ahead and adapter.state is AdapterState.ABSENT
         return adapter.state is AdapterState.READY
 
     def retire(self, digest: Digest) -> None:
@@ -159,15 +168,16 @@ class AdapterTable:
         adapter = self._adapters[digest]
         adapter.state, adapter.num_bytes = AdapterState.READY, num_bytes
         adapter.ready_since = now
-        adapter.heat = max(adapter.heat, now / USE_HALF_LIFE_S)  # somebody wanted it now
-        self._just_read.append(digest)
+        if adapter.is_wanted:
+            adapter.heat = max(adapter.heat, now / USE_HALF_LIFE_S)  # somebody wanted it now
+            self._just_read.append(digest)
 
     def failed(self, digest: Digest, error: ErrorInfo) -> None:
         """Remember why an adapter cannot be used. The caller ends its sequences; a new `announce` tries again."""
         adapter = self._adapters[digest]
         adapter.state, adapter.error, adapter.is_wanted = AdapterState.FAILED, error, False
 
-    def plan(self) -> list[AdapterAction]:
+    def plan(self, may_read_ahead: bool = True) -> list[AdapterAction]:
         """Decide what to free and what to read now.
 
         1. Forget what was retired and is no longer needed.
@@ -180,6 +190,7 @@ class AdapterTable:
         are short.
         """
         actions: list[AdapterAction] = []
+        4. If nothing is read and nobody waits, read one ahead; without a free place none of those that should be is.
         for adapter in [a for a in self._adapters.values() if a.is_leaving and not a.joined]:
             if adapter.state is not AdapterState.LOADING:
                 actions += [FreeAdapter(adapter.digest)] if adapter.is_placed else []
@@ -199,12 +210,12 @@ class AdapterTable:
             if self._has_place(adapter):
                 adapter.state = AdapterState.LOADING
                 actions.append(ReadAdapter(adapter.digest, adapter.directory))
-            elif adapter.joined and self._yields_to is None:
+            elif adapter.joined and self._yields_to is None and not self._is_reading_ahead():
                 self._yields_to = adapter.joined[0]
                 ready = [a for a in self._adapters.values() if a.state is AdapterState.READY]
                 ready.sort(key=lambda a: a.ready_since)
                 self._yielding = [a.digest for a in (ready[:1] if self._is_full() else ready)]
-        return actions
+        return actions + (self._read_ahead() if may_read_ahead else [])
 
     @property
     def is_squeezed(self) -> bool:
@@ -235,6 +246,24 @@ class AdapterTable:
         is_small_enough = self._placed_bytes() + adapter.num_bytes <= self._max_bytes
         return self._num_placed() == 0 or (not self._is_full() and is_small_enough)
 
+    def _read_ahead(self) -> list[AdapterAction]:
+        ahead = [a for a in self._adapters.values() if a.is_ahead and a.state is AdapterState.ABSENT]
+        placed = [a for a in self._adapters.values() if a.is_placed]
+        if not ahead or self._absent() or any(a.state is AdapterState.LOADING for a in placed):
+            return []
+        first = ahead[0]
+        size = first.num_bytes or max((a.num_bytes for a in placed), default=0)  # unknown: as large as the largest
+        if self._is_full() or self._placed_bytes() + size > self._max_bytes:
+            for adapter in ahead:
+                adapter.is_ahead = False
+            return []
+        first.state, first.is_ahead = AdapterState.LOADING, False
+        return [ReadAdapter(first.digest, first.directory)]
+
+    def _is_reading_ahead(self) -> bool:
+        """Whether a read that nobody asked for is about to end, and its place to be had."""
+        return any(a.state is AdapterState.LOADING and not a.is_wanted for a in self._adapters.values())
+
     def _is_full(self) -> bool:
         return self._num_placed() >= self._max_adapters
 
@@ -243,14 +272,14 @@ class AdapterTable:
         unjoined = [a for a in ready if not a.joined]
         newer = [a for a in ready if wanting and wanting.joined and a.joined > wanting.joined]
 
-        def cost(adapter: _Adapter) -> tuple[bool, float]:
-            return adapter.digest in self._just_read, adapter.cost_of_absence(is_per_byte)
+        def cost(adapter: _Adapter) -> tuple[bool, float, Seconds]:
+            return adapter.digest in self._just_read, adapter.cost_of_absence(is_per_byte), -adapter.ready_since
 
         return min(unjoined or newer, key=cost, default=None)
 
     def _evict(self, adapter: _Adapter) -> FreeAdapter:
         adapter.state = AdapterState.ABSENT
-        adapter.is_wanted = bool(adapter.joined)
+        adapter.is_wanted, adapter.is_ahead = bool(adapter.joined), False
         return FreeAdapter(adapter.digest)
 
     def _num_placed(self) -> int:

@@ -196,9 +196,10 @@ class EngineCore:
         """End every sequence with an error."""
         return self.fail(list(self._live), error, now)
 
-    def load_adapter(self, digest: Digest, directory: str) -> bool:
-        """Make an adapter known. Returns whether it is ready already; if not, `adapter_actions` will ask for it."""
-        return self.adapters.announce(digest, directory)
+    def load_adapter(self, digest: Digest, directory: str, is_ahead: bool = False) -> bool:
+        """Make an adapter known. Returns whether it is ready already; if not, `adapter_actions` will ask for it, with
+        `is_ahead` only while nobody needs the reader, a place or blocks."""
+        return self.adapters.announce(digest, directory, is_ahead)
 
     def unload_adapter(self, digest: Digest) -> None:
         """Free an adapter once the sequences that named it have ended."""
@@ -206,7 +207,7 @@ class EngineCore:
 
     def adapter_actions(self) -> list[AdapterAction]:
         """Decide which adapters to read and free now; carry all of them out before the next step."""
-        actions = self.adapters.plan()
+        actions = self.adapters.plan(may_read_ahead=not self.scheduler.is_short)
         self._take_back(*(action.digest for action in actions if isinstance(action, FreeAdapter)))
         return actions
 

@@ -177,8 +177,8 @@ class EngineServer:
                 self._bound.core.abort(message.request_id, time.monotonic())
             case Yield() if self._serves(message.instance_id):
                 self._bound.core.yield_place(message.request_id)
-            case LoadAdapter(digest, directory) if self._instance:
-                if self._instance.core.load_adapter(digest, directory):
+            case LoadAdapter(digest, directory, is_ahead) if self._instance:
+                if self._instance.core.load_adapter(digest, directory, is_ahead):
                     self._link.send(AdapterLoaded(digest, 0.0, 0))
             case UnloadAdapter(digest) if self._instance:
                 self._instance.core.unload_adapter(digest)

@@ -4,11 +4,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import structlog
+
 from nearline.node_agent.sequences import SequenceTable
 from nearline.node_agent.types import EngineId
-from nearline.protocol import Digest, FinishReason, InstanceId, InstanceStatus, RequestId, SequenceUpdate
+from nearline.protocol import (
+    Digest,
+    FinishReason,
+    InstanceId,
+    InstanceState,
+    InstanceStatus,
+    RequestId,
+    SequenceUpdate,
+)
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
-from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, Tokens, UnloadAdapter, Yield
+from nearline.protocol.frames import (
+    Abort,
+    AdapterLoaded,
+    LoadAdapter,
+    PrepareAdapter,
+    StepDone,
+    Submit,
+    Tokens,
+    UnloadAdapter,
+    Yield,
+)
+
+_UNBOUND = (InstanceState.PENDING, InstanceState.STARTING)
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +60,10 @@ class Relay:
         self._engines: dict[InstanceId, EngineId] = {}
         self._instances: dict[EngineId, InstanceId] = {}
         self._loads: dict[InstanceId, _Load] = {}
-        self._adapters: dict[InstanceId, dict[Digest, None]] = {}
+        self._adapters: dict[InstanceId, dict[Digest, bool]] = {}
+        """What each engine was told to load; True: only ahead of its first request."""
+        self._to_prepare: dict[InstanceId, dict[Digest, None]] = {}
+        """What instances that are not bound yet shall load ahead."""
         self._draining: dict[InstanceId, None] = {}
 
     def bind(self, engine_id: EngineId, instance_id: InstanceId) -> None:
@@ -73,17 +99,37 @@ class Relay:
             )
             self._answer(instance_id, [(request.request_id, message.attempt)], ErrorInfo.of(error))
             return
-        if request.adapter_digest and request.adapter_digest not in self._adapters[instance_id]:
+        if request.adapter_digest:
             try:
-                directory = self._ports.directory(request.adapter_digest)
+                self._load_adapter(instance_id, request.adapter_digest)
             except NearlineError as missing:
                 self._answer(instance_id, [(request.request_id, message.attempt)], ErrorInfo.of(missing))
                 return
-            self._adapters[instance_id][request.adapter_digest] = None
-            self._ports.to_engine(engine_id, LoadAdapter(request.adapter_digest, str(directory)))
         if self._table.add(instance_id, request.request_id, message.attempt):
             self._ports.to_engine(engine_id, Abort(instance_id, request.request_id))
         self._ports.to_engine(engine_id, message)
+
+    def prepare_adapter(self, message: PrepareAdapter, state: InstanceState | None) -> None:
+        """Have an adapter read before its first Submit, by an instance in this state; before it is bound, then."""
+        instance_id, digest = message.instance_id, message.digest
+        if state in _UNBOUND:
+            self._to_prepare.setdefault(instance_id, {})[digest] = None
+        elif state in (InstanceState.LOADING, InstanceState.READY) and instance_id in self._engines:
+            try:
+                self._load_adapter(instance_id, digest, is_ahead=True)
+            except NearlineError as missing:
+                log.info("adapter not read ahead", instance_id=instance_id, digest=digest, reason=missing.message)
+        else:
+            log.info("adapter not read ahead", instance_id=instance_id, digest=digest, reason="no such instance")
+
+    def bind_sent(self, instance_id: InstanceId) -> None:
+        """Have read what was to be prepared while the instance was not bound."""
+        for digest in self._to_prepare.pop(instance_id, {}):
+            self.prepare_adapter(PrepareAdapter(instance_id, digest), InstanceState.LOADING)
+
+    def ended(self, instance_id: InstanceId) -> None:
+        """Forget what an instance was to prepare: it has ended, bound or not."""
+        self._to_prepare.pop(instance_id, None)
 
     def abort(self, message: Abort) -> None:
         """End one sequence; nothing more is said about it."""
@@ -132,6 +178,8 @@ class Relay:
 
     def unload_adapter(self, digest: Digest) -> list[InstanceId]:
         """Tell every engine that has an adapter to let go of it; name their instances."""
+        for wishes in self._to_prepare.values():
+            wishes.pop(digest, None)
         having = [instance_id for instance_id, digests in self._adapters.items() if digest in digests]
         for instance_id in having:
             del self._adapters[instance_id][digest]
@@ -149,6 +197,15 @@ class Relay:
             num_waiting=load.num_waiting,
             kv_tokens_used=load.kv_tokens_used,
         )
+
+    def _load_adapter(self, instance_id: InstanceId, digest: Digest, is_ahead: bool = False) -> None:
+        """Tell an engine to load an adapter unless it was told before. Raises NearlineError if this node lacks it."""
+        was_ahead = self._adapters[instance_id].get(digest)
+        if was_ahead is False or (was_ahead and is_ahead):
+            return
+        directory = self._ports.directory(digest)
+        self._adapters[instance_id][digest] = is_ahead
+        self._ports.to_engine(self._engines[instance_id], LoadAdapter(digest, str(directory), is_ahead))
 
     def _answer(self, instance_id: InstanceId, sequences: list[tuple[RequestId, int]], error: ErrorInfo) -> None:
         updates = tuple(

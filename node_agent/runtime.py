@@ -16,6 +16,7 @@ from nearline.node_agent.errands import Errands
 from nearline.node_agent.heartbeat import Heartbeat
 from nearline.node_agent.imports import Imports
 from nearline.node_agent.leases import Leases
+from nearline.node_agent.lifecycle import is_final
 from nearline.node_agent.link import ControllerLink
 from nearline.node_agent.profiles import Profiles, Profiling
 from nearline.node_agent.relay import Relay, RelayPorts
@@ -156,6 +157,7 @@ class NodeRuntime:
             fr.Submit: self._submit,
             fr.Abort: self._relay.abort,
             fr.Yield: self._relay.yield_place,
+            fr.PrepareAdapter: lambda m: self._relay.prepare_adapter(m, self._core.state(m.instance_id)),
             fr.ImportCheckpoint: self._imports.start,
             fr.CancelImport: self._cancel_task,
             fr.DeleteCheckpoint: lambda m: self._decide(ev.DeleteWished(m.digest)),
@@ -247,6 +249,7 @@ class NodeRuntime:
         self._relay.bind(action.engine_id, spec.instance_id)
         self._heartbeat.binding(action.engine_id, spec.instance_id)
         self._supervisor.send(action.engine_id, bind)
+        self._relay.bind_sent(spec.instance_id)
 
     def _unbind_engine(self, action: act.UnbindEngine) -> None:
         self._relay.unbind(action.engine_id)
@@ -273,6 +276,8 @@ class NodeRuntime:
         status = self._relay.with_load(action.status)
         log.info("instance", instance_id=status.instance_id, model_id=status.model_id, state=status.state.value)
         self._link.send(fr.InstanceChanged(status))
+        if is_final(status.state):
+            self._relay.ended(status.instance_id)
 
     def _wake_at(self, action: act.WakeAt) -> None:
         if self._timer:

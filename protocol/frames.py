@@ -79,6 +79,15 @@ class Yield:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareAdapter:
+    """Have an adapter read before anybody asks for it, if the instance has a place free for it. Not answered, but for
+    the instance's status once it is there; of an instance or adapter that is not on this node, nothing comes."""
+
+    instance_id: InstanceId
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class ImportCheckpoint:
     """Bring `source` into the node's store. An adapter names the checkpoint of its base."""
 
@@ -239,11 +248,13 @@ class Bind:
 class LoadAdapter:
     """Make an adapter usable, from its checkpoint directory. Sent before the first Submit that names it.
 
-    Answered by AdapterLoaded; so is each later read of an adapter that had to make place for others meanwhile.
+    Answered by AdapterLoaded; so is each later read of an adapter that had to make place for others meanwhile. With
+    `is_ahead` nobody asks for it yet: it is read when nothing else is, or not at all if no place is free then.
     """
 
     digest: Digest
     directory: str
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +348,8 @@ class Unbound:
 
 
 ToAgent = (
-    Welcome | EnsureInstance | StopInstance | Submit | Abort | Yield | ImportCheckpoint | CancelImport
-    | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint | ProfileInstance
+    Welcome | EnsureInstance | StopInstance | Submit | Abort | Yield | PrepareAdapter | ImportCheckpoint
+    | CancelImport | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint | ProfileInstance
 )  # fmt: skip
 ToController = (
     Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed | TaskFinished

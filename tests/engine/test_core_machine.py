@@ -79,6 +79,10 @@ class Traffic(RuleBasedStateMachine):
         self.engine.core.load_adapter(digest, f"/{digest}")
 
     @rule(digest=st.sampled_from(ADAPTERS))
+    def prepare(self, digest: str) -> None:
+        self.engine.core.load_adapter(digest, f"/{digest}", is_ahead=True)
+
+    @rule(digest=st.sampled_from(ADAPTERS))
     def unload(self, digest: str) -> None:
         self.engine.core.unload_adapter(digest)
 

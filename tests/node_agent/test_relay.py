@@ -5,9 +5,27 @@ from typing import Any
 
 from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.types import EngineId
-from nearline.protocol import Digest, FinishReason, InstanceId, ModelId, Request, RequestId, SequenceUpdate
+from nearline.protocol import (
+    Digest,
+    FinishReason,
+    InstanceId,
+    InstanceState,
+    ModelId,
+    Request,
+    RequestId,
+    SequenceUpdate,
+)
 from nearline.protocol.errors import ErrorInfo, ModelNotFound
-from nearline.protocol.frames import Abort, AdapterLoaded, LoadAdapter, StepDone, Submit, UnloadAdapter, Yield
+from nearline.protocol.frames import (
+    Abort,
+    AdapterLoaded,
+    LoadAdapter,
+    PrepareAdapter,
+    StepDone,
+    Submit,
+    UnloadAdapter,
+    Yield,
+)
 
 ENGINE, INSTANCE = EngineId(1), InstanceId("i")
 
@@ -133,3 +151,58 @@ def test_a_sequence_is_told_to_give_way_while_it_is_there_and_goes_on_being_hear
     ends.relay.yield_place(Yield(INSTANCE, RequestId("a")))
     ends.relay.yield_place(Yield(InstanceId("unknown"), RequestId("a")))
     assert sum(isinstance(message, Yield) for message in ends.engine) == 1
+
+
+LORA = Digest("lora")
+AHEAD, ASKED = LoadAdapter(LORA, "/store/lora", is_ahead=True), LoadAdapter(LORA, "/store/lora")
+
+
+def prepare(ends: Ends, state: str | None = "ready", digest: str = "lora", instance_id: str = INSTANCE) -> None:
+    message = PrepareAdapter(InstanceId(instance_id), Digest(digest))
+    ends.relay.prepare_adapter(message, None if state is None else InstanceState(state))
+
+
+def test_an_adapter_is_loaded_ahead_once_and_asked_for_by_its_first_sequence() -> None:
+    ends = Ends()
+    prepare(ends)
+    prepare(ends)
+    assert ends.engine == [AHEAD]
+    first, second = ends.submit("a", adapter="lora"), ends.submit("b", adapter="lora")
+    prepare(ends)
+    assert ends.engine == [AHEAD, ASKED, first, second]
+
+
+def test_an_instance_that_is_not_bound_yet_loads_ahead_once_it_is() -> None:
+    for state in ("pending", "starting"):
+        ends = Ends()
+        ends.relay.unbind(ENGINE)
+        prepare(ends, state)
+        prepare(ends, state)
+        ends.relay.bind(ENGINE, INSTANCE)
+        assert ends.engine == []
+        ends.relay.bind_sent(INSTANCE)
+        ends.relay.bind_sent(INSTANCE)
+        assert ends.engine == [AHEAD]
+
+
+def test_what_is_unknown_stopping_or_ended_prepares_nothing() -> None:
+    ends = Ends()
+    prepare(ends, digest="gone")
+    prepare(ends, None, instance_id="unknown")
+    prepare(ends, "draining")
+    prepare(ends, "pending", instance_id="second")
+    ends.relay.ended(InstanceId("second"))
+    ends.relay.bind_sent(InstanceId("second"))
+    assert (ends.engine, ends.controller) == ([], [])
+
+
+def test_an_adapter_removed_between_the_wish_and_the_bind_is_not_loaded() -> None:
+    ends = Ends()
+    prepare(ends, "pending")
+    prepare(ends, "ready", "other")
+    assert ends.relay.unload_adapter(LORA) == []
+    assert ends.relay.unload_adapter(Digest("other")) == [INSTANCE]
+    ends.relay.bind_sent(INSTANCE)
+    assert [type(message) for message in ends.engine] == [LoadAdapter, UnloadAdapter]
+    ends.submit("a", adapter="other")
+    assert ends.engine[2] == LoadAdapter(Digest("other"), "/store/other")

@@ -54,7 +54,10 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a node is made of. The DRAM pool gives whole frames, here larger than live ones: fewer things to count."""
+    """What a node is made of. The DRAM pool gives whole frames, here larger than live ones: fewer things to count.
+
+    `slowdown_beside` is for slots that share cores: by how much one that computes stretches the steps of another, as a
+    part of what they take alone (measured; 0: each slot has cores or a device of its own)."""
 
     cost: CostModel = field(default_factory=partial(CostModel))
     num_devices: int = 1
@@ -63,3 +66,4 @@ class Machine:
     dram_bytes: Bytes = 64 * 10**9
     frame_bytes: Bytes = 256 << 20
     weight_bytes: Bytes = 0
+    slowdown_beside: float = 0.0

@@ -39,10 +39,13 @@ class SimulatedSequence:
 
 @dataclass(slots=True)
 class EnginePorts:
-    """What an engine needs of its world: time, and where to say what happened. `emptied` follows every end."""
+    """What an engine needs of its world: time, the node's cores, and where to say what happened.
+
+    `compute` is `schedule` for what takes longer while others compute; `emptied` follows every end."""
 
     clock: Callable[[], Seconds]
     schedule: Schedule
+    compute: Schedule
     post: Post
     emptied: Callable[[], None]
 

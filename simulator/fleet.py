@@ -6,6 +6,7 @@
     slots = 2                        gb = 14.0
     dram_gb = 64.0                   keep_alive_s = 300.0
     ssd_gb_per_s = 2.0               step_profile = "m.json"     # what `nearline profile` wrote
+    slowdown_beside = 0.0            # 1.0: slots that share all cores (`--detail engine`)
 
 Every key has a default; relative paths start at the file; an unknown key is an error.
 """
@@ -45,6 +46,7 @@ _COST_PLAIN = (
     "hop_s",
 )
 _MACHINE = {"slots": "num_slots", "devices": "num_devices", "prewarmed": "num_prewarmed"}
+_MACHINE_PLAIN = ("slowdown_beside",)
 _MACHINE_GB = {"dram_gb": "dram_bytes", "weight_gb": "weight_bytes", "frame_gb": "frame_bytes"}
 
 
@@ -114,9 +116,10 @@ def _machine(row: dict[str, Any]) -> Machine:
     plain = {key: row.pop(key) for key in _COST_PLAIN if key in row}
     counts = {field: row.pop(key) for key, field in _MACHINE.items() if key in row}
     sizes = {field: round(row.pop(key) * GB) for key, field in _MACHINE_GB.items() if key in row}
+    own = {key: row.pop(key) for key in _MACHINE_PLAIN if key in row}
     if row:
         raise ValueError(f"unknown keys of a node: {sorted(row)}")
-    return Machine(cost=replace(cost, **rates, **plain), **{**{"num_prewarmed": 1}, **counts}, **sizes)
+    return Machine(cost=replace(cost, **rates, **plain), **{**{"num_prewarmed": 1}, **counts}, **sizes, **own)
 
 
 def _models(row: dict[str, Any], folder: Path) -> list[tuple[ModelSpec, SimulatedModel]]:

@@ -33,6 +33,7 @@ from nearline.protocol import (
     TierBandwidth,
 )
 from nearline.protocol.errors import ErrorInfo, NearlineError
+from nearline.simulator.cores import SharedCores
 from nearline.simulator.cost_model import Machine, SimulatedModel
 from nearline.simulator.engines import EnginePorts, PacedEngine, Schedule, SimulatedEngine, SimulatedSequence
 from nearline.simulator.memory import NodeMemory, Read
@@ -81,7 +82,7 @@ class SimulatedNode:
             for index in range(machine.num_devices)
         )
         self._handlers: dict[type, Callable[..., None]] = {
-            act.StartEngine: lambda a: self._later(machine.cost.process_s, ev.EngineWarm(a.engine_id)),
+            act.StartEngine: self._start,
             act.BindEngine: self._bind,
             act.UnbindEngine: lambda a: self._later(machine.cost.stop_s, ev.EngineUnbound(a.engine_id)),
             act.KillEngine: lambda a: self._later(machine.cost.stop_s, ev.EngineExited(a.engine_id, a.reason)),
@@ -124,7 +125,7 @@ class SimulatedNode:
         if spec.instance_id not in self._instances:
             steps = self._models[spec.digest].steps or self.machine.cost.steps
             emptied = partial(self._emptied, spec.instance_id)
-            ports = EnginePorts(self._clock, self._schedule, self._post, emptied)
+            ports = EnginePorts(self._clock, self._schedule, self._cores.compute, self._post, emptied)
             engine = self._make_engine(ports, self.machine, steps, spec.digest)
             self._instances[spec.instance_id] = _Instance(spec, engine)
         self._on(ev.EnsureWished(spec, _checkpoint(spec.digest, self._models[spec.digest].num_bytes)))
@@ -173,6 +174,7 @@ class SimulatedNode:
         self._num_binds: Counter[Digest] = Counter()
         cost, machine = self.machine.cost, self.machine
         self._instances: dict[InstanceId, _Instance] = {}
+        self._cores = SharedCores(machine.slowdown_beside, self._clock, self._schedule)
         self._is_reporting, self._wakes_at = False, float("inf")
         config = CoreConfig(self._devices, machine.num_prewarmed, 1 << 40, cost.max_running, num_cores=1)
         self._core = core = NodeCore(config)
@@ -197,6 +199,11 @@ class SimulatedNode:
     def _if_same(self, core: NodeCore, event: ev.NodeEvent) -> None:
         if core is self._core and self.is_up:
             self._on(event)
+
+    def _start(self, action: act.StartEngine) -> None:
+        """A process that warms up computes as engines do."""
+        warm = ev.EngineWarm(action.engine_id)
+        self._cores.compute(self.machine.cost.process_s, self._if_same, self._core, warm)
 
     def _acquire(self, action: act.AcquireCheckpoint) -> None:
         instance = self._instances[action.instance_id]

@@ -97,7 +97,7 @@ class SteppedEngine:
         if batch is not None:
             self._is_stepping = True
             seconds = self._steps.step_s(batch.work) + self._cost.step_overhead_s
-            self._ports.schedule(seconds, self._committed, batch)
+            self._ports.compute(seconds, self._committed, batch)
 
     def _committed(self, batch: Batch) -> None:
         self._is_stepping = False

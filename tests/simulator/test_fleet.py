@@ -20,6 +20,7 @@ max_running = 8
 [[nodes]]
 devices = 2
 weight_gb = 40.0
+slowdown_beside = 0.4
 
 [[models]]
 count = 2
@@ -58,6 +59,7 @@ def test_a_fleet_file_names_counts_and_measures(tmp_path: Path) -> None:
     big, other = fleet.machines[NodeId("big1")], fleet.machines[NodeId("n2-")]
     assert (big.num_slots, big.dram_bytes, big.cost.ssd_bytes_per_s, big.cost.max_running) == (4, 100e9, 3.5e9, 8)
     assert (other.num_devices, other.weight_bytes, other.num_slots) == (2, 40e9, 1)
+    assert (big.slowdown_beside, other.slowdown_beside) == (0.0, 0.4)
     assert fleet.names == ("chat-1", "chat-2", "tiny")
     assert [spec.max_replicas for spec in fleet.specs] == [3, 3, 1]
     tiny = fleet.models[fleet.specs[2].checkpoint.digest]

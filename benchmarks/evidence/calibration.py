@@ -1,9 +1,10 @@
 """The simulator against the real thing: a live run on this machine, then the same minutes in virtual time.
 
 Usage: python -m benchmarks.evidence.calibration [--minutes 10] [--gguf FILE]     Writes calibration.md beside it.
-Three models share one slot under `nearline up`'s own processes, with requests of mixed classes. Everything the
-simulation needs is measured in the same run: step times by `nearline profile`, what the front door and the links add by
-requests sent before the load, bandwidths, binds and stops from the controller's journal. The journal is the trace.
+Three models share one slot (`--slots`) under `nearline up`'s own processes, with requests of mixed classes. What the
+simulation knows of the machine is measured before the load: step times by `nearline profile`; what the front door, the
+links and streaming add, and how long starts and stops take, by other requests, read from the controller's journal. Of
+the load it is given when requests came and how long they were. `--keep` and `--again` simulate a run once more.
 """
 
 import argparse
@@ -15,14 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks import record
-from benchmarks.evidence import page
-from benchmarks.evidence.calibration_journal import Lived, read_lived
-from benchmarks.evidence.calibration_machine import simulated
+from benchmarks.evidence import calibration_page
+from benchmarks.evidence.calibration_journal import SIX, Lived, read_lived
 from nearline.client import AsyncClient
 from nearline.client.commands.up import when_ready
 from nearline.client.platform import PlatformConfig, running_platform
@@ -56,7 +56,7 @@ WORDS = [
     "a",
     "time",
 ]
-AIM = 0.10
+PILOT_S = 75.0
 KEEP_ALIVE_S = 600.0
 """Long enough for a profile, which no request keeps alive; the slot is given up to other models all the same."""
 
@@ -76,17 +76,20 @@ for seed, (name, shape) in enumerate(shapes.items()):
 """
 
 
-def schedule(seconds: float, seed: int = 11) -> list[tuple[float, str, dict[str, Any]]]:
+def schedule(seconds: float, seed: int) -> list[tuple[float, str, dict[str, Any]]]:
     """Poisson arrivals for each model: (when, model, what to ask)."""
     calls = []
     for name, rate in RATES.items():
         stream, at = Random(f"{seed}/{name}"), 0.0
         while (at := at + stream.expovariate(rate)) < seconds:
             slo = stream.choices([each for each, _ in CLASSES], [part for _, part in CLASSES])[0]
-            text = " ".join(stream.choices(WORDS, k=round(stream.lognormvariate(3.8, 0.7))))
             length = _fixed(round(stream.lognormvariate(3.2, 0.6)))
-            calls.append((at, name, {"prompt": text, "slo": slo, **length}))
+            calls.append((at, name, {"prompt": _text(stream), "slo": slo, **length}))
     return sorted(calls, key=lambda call: call[0])
+
+
+def _text(stream: Random) -> str:
+    return " ".join(stream.choices(WORDS, k=round(stream.lognormvariate(3.8, 0.7))))
 
 
 def _fixed(num_tokens: int) -> dict[str, Any]:
@@ -99,26 +102,38 @@ async def ask(client: AsyncClient, name: str, options: dict[str, Any]) -> None:
         pass
 
 
-async def warm_up(client: AsyncClient) -> None:
+async def warm_up(client: AsyncClient, num_slots: int) -> None:
     """Lone requests, then six at once, of every model: what the way to an engine and its steps cost beside it. Then
-    starts at the pace of the load: a processor and caches that had nothing to do make a start slower."""
+    starts as the load has them: a processor and caches that had nothing to do make a start slower."""
     stream = Random(5)
     for name in [name for _ in range(3) for name in RATES]:
-        prompts = [" ".join(stream.sample(WORDS, len(WORDS))) for _ in range(10)]
-        await ask(client, name, {"prompt": prompts[0], **_fixed(4)})
-        for prompt in prompts[1:4]:
+        await ask(client, name, {"prompt": _text(stream), **_fixed(4)})
+        for _ in range(3):
             await asyncio.sleep(stream.expovariate(sum(RATES.values())))
-            await ask(client, name, {"prompt": prompt, **_fixed(30)})
-        await asyncio.gather(*(ask(client, name, {"prompt": prompt, **_fixed(30)}) for prompt in prompts[4:]))
-    for name in [name for _ in range(12) for name in RATES]:
-        await asyncio.sleep(stream.expovariate(sum(RATES.values())))
-        await ask(client, name, {"prompt": " ".join(stream.sample(WORDS, len(WORDS))), **_fixed(10)})
+            await ask(client, name, {"prompt": _text(stream), **_fixed(30)})
+        await asyncio.gather(*(ask(client, name, {"prompt": _text(stream), **_fixed(30)}) for _ in range(SIX)))
+    for pair in [pair for _ in range(2) for pair in permutations(RATES, 2)] if num_slots > 1 else ():
+        one, other = (ask(client, name, {"prompt": _text(stream), **_fixed(count)})
+                      for name, count in zip(pair, (30, 120), strict=True))  # fmt: skip
+        await asyncio.gather(one, other)
+    await play(client, schedule(PILOT_S, seed=5))
+    await asyncio.sleep(2.0)
 
 
-async def live(models: dict[str, Path], work: Path, minutes: float) -> Lived:
+async def play(client: AsyncClient, calls: list[tuple[float, str, dict[str, Any]]]) -> float:
+    """Ask everything when it is due, wait for all answers, and return when it began."""
+    begun_at = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for at, name, options in calls:
+            await asyncio.sleep(max(0.0, begun_at + at - time.monotonic()))
+            group.create_task(ask(client, name, options))
+    return begun_at
+
+
+async def live(models: dict[str, Path], work: Path, minutes: float, num_slots: int) -> Lived:
     """Run the load for real."""
     profiles: dict[str, StepProfile] = {}
-    config = PlatformConfig(data_dir=work / "data", port=0, agent_args=("--slots", "1", "--prewarm", "1"))
+    config = PlatformConfig(data_dir=work / "data", port=0, agent_args=("--slots", str(num_slots), "--prewarm", "1"))
     async with running_platform(config, lambda line: None) as platform, AsyncClient(platform.url) as client:
         await when_ready(platform)
         for name, source in models.items():
@@ -130,71 +145,40 @@ async def live(models: dict[str, Path], work: Path, minutes: float) -> Lived:
                 if "phase" not in event:
                     kept = {key: value for key, value in event.items() if key not in ("id", "node")}
                     profiles[name] = from_plain(StepProfile, kept)
-        await warm_up(client)
-        await asyncio.sleep(2.0)
-        begun_at = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for at, name, options in schedule(60.0 * minutes):
-                await asyncio.sleep(max(0.0, begun_at + at - time.monotonic()))
-                group.create_task(ask(client, name, options))
+        await warm_up(client, num_slots)
+        begun_at = await play(client, schedule(60.0 * minutes, seed=11))
         await asyncio.sleep(0.5)
     return read_lived(work / "data" / "controller" / "journal", profiles, begun_at)
-
-
-def compare(lived: Lived) -> tuple[list[list[str]], bool]:
-    """Rows of the table, and whether the aim is met."""
-    real, virtual = lived.measured(), simulated(lived)
-    rows, is_met = [], True
-    for name, key in (("mean TTFT, s", "mean"), ("p90 TTFT, s", "p90"), ("swaps", "swaps")):
-        error = virtual[key] / real[key] - 1.0
-        is_met = is_met and abs(error) <= AIM
-        rows.append([name, f"{real[key]:.3f}", f"{virtual[key]:.3f}", f"{100 * error:+.1f} %",
-                     "met" if abs(error) <= AIM else "missed"])  # fmt: skip
-    for name, key in (("p50 TTFT, s", "p50"), ("mean time per output token, s", "tpot"), ("starts", "starts"),
-                      ("mean E2E, s", "e2e")):  # fmt: skip
-        rows.append([name, f"{real[key]:.3f}", f"{virtual[key]:.3f}", f"{100 * (virtual[key] / real[key] - 1):+.1f} %",
-                     "–"])  # fmt: skip
-    return rows, is_met
-
-
-def write(lived: Lived, minutes: float, more: str = "") -> Path:
-    rows, is_met = compare(lived)
-    verdict = f"Aim: within 10 % on mean and p90 time to first token and on swaps: {'met' if is_met else 'missed'}."
-    about = [f"{name}: {cost}" for name, cost in lived.described().items()]
-    machine = (
-        f"Machine: {record.machine()}. {lived.num_requests} requests in {minutes:g} minutes; one slot, three models."
-    )
-    parts = [
-        machine,
-        record.table(["", "live", "simulated", "error", "aim"], rows),
-        verdict,
-        "Measured in the same run and given to the simulation:",
-        "\n".join(f"- {line}" for line in about),
-    ]
-    command = f"python -m benchmarks.evidence.calibration --minutes {minutes:g}{more}"
-    return page.write("calibration", "The simulator against a live run", command, parts)
 
 
 def main(arguments: Sequence[str]) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--slots", type=int, default=1, help="how many instances at once, on the same cores")
     parser.add_argument("--gguf", type=Path, default=ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="also keep what was measured, to simulate it again")
     parser.add_argument("--again", type=Path, metavar="FILE", help="simulate a run that was kept, without a live one")
     options = parser.parse_args(arguments)
     if options.again is not None:
-        return write(Lived.kept(options.again), options.minutes, " --keep FILE; simulated anew with --again FILE")
+        lived = Lived.kept(options.again)
+        return calibration_page.write(lived, f"{_command(lived)} --keep FILE; simulated anew with --again FILE")
     work = Path(tempfile.mkdtemp(prefix="nearline-calibration-"))
     try:
         gguf = options.gguf.resolve()
         subprocess.run([sys.executable, "-c", MAKE, str(gguf), str(work), json.dumps(SHAPES)], check=True)
         models = {"smol": gguf, **{name: work / name for name in SHAPES}}
-        lived = asyncio.run(live(models, work, options.minutes))
+        lived = asyncio.run(live(models, work, options.minutes, options.slots))
     finally:
         shutil.rmtree(work, ignore_errors=True)
     if options.keep is not None:
         lived.save(options.keep)
-    return write(lived, options.minutes)
+    return calibration_page.write(lived, _command(lived))
+
+
+def _command(lived: Lived) -> str:
+    num_slots = sum(device.num_slots for device in lived.report.devices)
+    slots = f" --slots {num_slots}" if num_slots > 1 else ""
+    return f"python -m benchmarks.evidence.calibration --minutes {round(lived.load_s / 60)}{slots}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What a live run's journal says: when requests came and were answered, which starts there were, and their costs."""
 
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from nearline.controller import CoreConfig
+from nearline.controller import CoreConfig, Event
 from nearline.controller.events import (
     FirstToken,
     InstanceChanged,
@@ -19,6 +20,9 @@ from nearline.controller.events import (
 from nearline.controller.journal import read
 from nearline.protocol import InstanceId, InstanceState, InstanceStatus, ModelId, ModelSpec, NodeReport, StepProfile
 from nearline.simulator.report import summary
+
+SIX = 6
+"""How many requests of one model the warm-up sends at once."""
 
 
 @dataclass
@@ -42,14 +46,42 @@ class Answer:
 
 @dataclass
 class Start:
-    """One start: when the slot was granted, what it cost, and how long its stop took when nothing ran."""
+    """One start: when the slot was granted, when a step was possible, and when a stop was wished."""
 
     model_id: ModelId
     status: InstanceStatus
     loading_at: float
     ready_at: float = 0.0
     draining_at: float | None = None
-    stopped_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What became of one request of the load. What it met, a start or others under way, is known of live ones."""
+
+    ttft_s: float
+    e2e_s: float
+    token_s: float | None
+    is_cold: bool = False
+    is_beside: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """The load on one side, in order of arrival; `models` were started in this order, the first one before the load."""
+
+    timings: list[Timing]
+    models: list[ModelId]
+
+    def measured(self) -> dict[str, float]:
+        """What is compared."""
+        return {
+            **summary([timing.ttft_s for timing in self.timings]),
+            "e2e": fmean(timing.e2e_s for timing in self.timings),
+            "tpot": fmean(timing.token_s for timing in self.timings if timing.token_s is not None),
+            "starts": len(self.models) - 1,
+            "swaps": sum(a != b for a, b in pairwise(self.models)),
+        }
 
 
 @dataclass
@@ -65,48 +97,37 @@ class Lived:
     starts: list[Start] = field(default_factory=list)
 
     @property
-    def num_requests(self) -> int:
-        return len(self.load())
+    def load_s(self) -> float:
+        return max(answer.arrived_at for answer in self.load()) - self.begun_at
 
     def load(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.arrived_at >= self.begun_at]
+        found = [answer for answer in self.answers if answer.arrived_at >= self.begun_at]
+        return sorted(found, key=lambda answer: answer.arrived_at)
 
     def warm_up(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.arrived_at < self.begun_at]
 
-    def measured(self) -> dict[str, float]:
-        """What is compared."""
-        answers, before = self.load(), [s for s in self.starts if s.loading_at < self.begun_at]
-        starts = [start for start in self.starts if start.loading_at >= self.begun_at]
-        models = [start.model_id for start in (*before[-1:], *starts)]
-        return {
-            **summary([answer.ttft_s for answer in answers]),
-            "e2e": fmean(answer.ended_at - answer.arrived_at for answer in answers),
-            "tpot": fmean(answer.token_s for answer in answers if answer.num_tokens > 1),
-            "starts": len(starts),
-            "swaps": sum(a != b for a, b in pairwise(models)),
-        }
+    def run(self) -> Run:
+        before = [start.model_id for start in self.starts if start.loading_at < self.begun_at]
+        models = [start.model_id for start in self.starts if start.loading_at >= self.begun_at]
+        return Run([self._timing(answer) for answer in self.load()], [*before[-1:], *models])
 
-    def described(self) -> dict[str, str]:
-        rows = {}
-        for name, profile in self.profiles.items():
-            model = profile.model
-            text = f"prefill {1e3 * model.prefill_base_s:.1f} ms + {1e6 * model.prefill_per_token_s:.0f} µs per token, "
-            text += (
-                f"decode {1e3 * model.decode_base_s:.1f} ms + {1e3 * model.decode_per_sequence_s:.2f} ms per sequence"
-            )
-            rows[name] = f"{text}; bind {1e3 * self.bind_s(ModelId(name)):.0f} ms"
-        return rows
+    def _timing(self, answer: Answer) -> Timing:
+        token_s = answer.token_s if answer.num_tokens > 1 else None
+        is_beside = any(b is not answer and b.arrived_at < answer.arrived_at < b.ended_at for b in self.answers)
+        is_cold = self.start_of(answer) is not None
+        return Timing(answer.ttft_s, answer.ended_at - answer.arrived_at, token_s, is_cold, is_beside)
+
+    def start_of(self, answer: Answer) -> Start | None:
+        """The start that a request waited for, if any."""
+        starts = (start for start in self.starts if start.model_id == answer.info.model_id)
+        return next((s for s in starts if answer.arrived_at <= s.loading_at <= answer.first_at), None)
 
     def bind_s(self, model_id: ModelId) -> float:
         """From the grant of a slot to the first possible step, of a start from DRAM by a warm process."""
-        times = [s.ready_at - s.loading_at for s in self.starts if s.model_id == model_id and s.ready_at]
+        times = [s.ready_at - s.loading_at for s in self.starts
+                 if s.model_id == model_id and s.ready_at and s.loading_at < self.begun_at]  # fmt: skip
         return median(times)
-
-    def stop_s(self) -> float:
-        """From the wish to stop an idle instance to its end."""
-        times = [s.stopped_at - s.draining_at for s in self.starts if s.stopped_at and s.draining_at]
-        return median(times) if times else 0.05
 
     def save(self, path: Path) -> None:
         path.write_bytes(pickle.dumps(self))
@@ -121,31 +142,37 @@ def read_lived(directory: Path, profiles: dict[str, StepProfile], begun_at: floa
     """Read the only series of a journal directory."""
     files = sorted(directory.glob("*.journal"))
     header, _ = read(files[0])
+    return lived_of(header.config, (each for file in files for each in read(file)[1]), profiles, begun_at)
+
+
+def lived_of(
+    config: CoreConfig, events: Iterable[tuple[Event, float]], profiles: dict[str, StepProfile], begun_at: float
+) -> Lived:
+    """Follow what the controller's core was told, and when."""
     answers: dict[str, Answer] = {}
     starts: dict[InstanceId, Start] = {}
     specs: dict[ModelId, ModelSpec] = {}
     report: NodeReport | None = None
-    for file in files:
-        for event, now in read(file)[1]:
-            match event:
-                case ModelAdded(spec):
-                    specs[spec.model_id] = spec
-                case RequestArrived(info):
-                    answers[info.request_id] = Answer(info, now)
-                case FirstToken(request_id) if request_id in answers:
-                    answer = answers[request_id]
-                    answer.first_at = answer.first_at or now
-                case SequenceEnded(request_id, _, _, num_generated) if request_id in answers:
-                    answers[request_id].ended_at, answers[request_id].num_tokens = now, num_generated
-                case NodeReported(found):
-                    report = found
-                case InstanceChanged(_, status):
-                    _follow(starts, status, now)
-                case _:
-                    pass
+    for event, now in events:
+        match event:
+            case ModelAdded(spec):
+                specs[spec.model_id] = spec
+            case RequestArrived(info):
+                answers[info.request_id] = Answer(info, now)
+            case FirstToken(request_id) if request_id in answers:
+                answer = answers[request_id]
+                answer.first_at = answer.first_at or now
+            case SequenceEnded(request_id, _, _, num_generated) if request_id in answers:
+                answers[request_id].ended_at, answers[request_id].num_tokens = now, num_generated
+            case NodeReported(found) if now < begun_at:
+                report = found
+            case InstanceChanged(_, status):
+                _follow(starts, status, now)
+            case _:
+                pass
     assert report is not None, "a node never reported"
     done = [a for a in answers.values() if a.first_at and a.ended_at and a.num_tokens > 1]  # not a profile's own calls
-    return Lived(header.config, specs, profiles, begun_at, report, done, list(starts.values()))
+    return Lived(config, specs, profiles, begun_at, report, done, list(starts.values()))
 
 
 def _follow(starts: dict[InstanceId, Start], status: InstanceStatus, now: float) -> None:
@@ -159,5 +186,3 @@ def _follow(starts: dict[InstanceId, Start], status: InstanceStatus, now: float)
         start.ready_at = now
     if status.state is InstanceState.DRAINING and start.draining_at is None:
         start.draining_at = now
-    if status.state is InstanceState.STOPPED and start.stopped_at is None:
-        start.stopped_at = now

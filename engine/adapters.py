@@ -186,11 +186,11 @@ class AdapterTable:
         3. Read what is wanted: first for the oldest sequence, then as announced. Without a place, evict an adapter
            that no sequence joined, else an unpinned one whose sequences are all newer; without one, the adapter that
            has been there longest yields.
+        4. If nothing is read and nobody waits, read one ahead; without a free place none of those that should be is.
         Who is evicted among several: the one whose absence costs least, by `cost_of_absence`, per byte where bytes
         are short.
         """
         actions: list[AdapterAction] = []
-        4. If nothing is read and nobody waits, read one ahead; without a free place none of those that should be is.
         for adapter in [a for a in self._adapters.values() if a.is_leaving and not a.joined]:
             if adapter.state is not AdapterState.LOADING:
                 actions += [FreeAdapter(adapter.digest)] if adapter.is_placed else []
@@ -242,10 +242,6 @@ class AdapterTable:
     def _absent(self) -> list[_Adapter]:
         return [a for a in self._adapters.values() if a.is_wanted and a.state is AdapterState.ABSENT]
 
-    def _has_place(self, adapter: _Adapter) -> bool:
-        is_small_enough = self._placed_bytes() + adapter.num_bytes <= self._max_bytes
-        return self._num_placed() == 0 or (not self._is_full() and is_small_enough)
-
     def _read_ahead(self) -> list[AdapterAction]:
         ahead = [a for a in self._adapters.values() if a.is_ahead and a.state is AdapterState.ABSENT]
         placed = [a for a in self._adapters.values() if a.is_placed]
@@ -263,6 +259,10 @@ class AdapterTable:
     def _is_reading_ahead(self) -> bool:
         """Whether a read that nobody asked for is about to end, and its place to be had."""
         return any(a.state is AdapterState.LOADING and not a.is_wanted for a in self._adapters.values())
+
+    def _has_place(self, adapter: _Adapter) -> bool:
+        is_small_enough = self._placed_bytes() + adapter.num_bytes <= self._max_bytes
+        return self._num_placed() == 0 or (not self._is_full() and is_small_enough)
 
     def _is_full(self) -> bool:
         return self._num_placed() >= self._max_adapters

@@ -34,7 +34,7 @@ class Timers:
         """The earliest instant that is still wanted."""
         while self._heap:
             entry = self._heap[0]
-            if self._current.get(entry[2]) is entry:
+            if self._current.get(entry[2]) == entry:
                 return entry[0]
             heapq.heappop(self._heap)
         return None

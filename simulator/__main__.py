@@ -47,6 +47,8 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            gc.freeze()
+            gc.unfreeze()  # all that is left is old now, and not walked at the next allocation
             gc.enable()
 
 

@@ -25,7 +25,7 @@ from nearline.checkpoint_store.types import (
     Manifest,
 )
 from nearline.checkpoint_store.weights_file import FileStamp
-from nearline.protocol import Bytes, Digest, Seconds, Tier
+from nearline.protocol import Bytes, CheckpointKind, Digest, Extent, Seconds, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ModelNotFound, NearlineError, OutOfMemory
 
 _DRAIN_TIMEOUT_S: Seconds = 1.0
@@ -58,6 +58,11 @@ class _Entry:
     failure: CheckpointCorrupt | None = None
     on_gone: Callable[[], None] | None = None
 
+    @property
+    def may_pack(self) -> bool:
+        """Engines map a model's frames, but read an adapter: it may lie anywhere."""
+        return self.manifest.info.kind is CheckpointKind.ADAPTER
+
     def num_bytes_of(self, index: int) -> Bytes:
         return min(self.manifest.chunk_bytes, self.manifest.num_bytes - index * self.manifest.chunk_bytes)
 
@@ -77,7 +82,7 @@ class DramCache:
         on_trust: Callable[[Digest, FileStamp | None], None],
     ) -> None:
         self.pool = pool
-        self._tier = DramTier(pool.layout.num_frames)
+        self._tier = DramTier(pool.layout.num_frames, pool.layout.frame_bytes)
         self._changed = threading.Condition()
         self._entries: dict[Digest, _Entry] = {}
         self._preloads: list[Lease] = []
@@ -91,8 +96,9 @@ class DramCache:
             if entry is not None:
                 entry.on_gone = None
                 return
-            self._entries[manifest.digest] = _Entry(manifest, path, trusted_stamp)
-            self._tier.register(manifest.digest, manifest.num_bytes, manifest.chunk_bytes)
+            entry = self._entries[manifest.digest] = _Entry(manifest, path, trusted_stamp)
+            sizes = manifest.num_bytes, manifest.chunk_bytes
+            self._tier.register(manifest.digest, *sizes, may_pack=entry.may_pack)
 
     def forget(self, digest: Digest, on_gone: Callable[[], None]) -> bool:
         """Forget a checkpoint now if nothing uses it (True); else when the last lease and read end, and call `on_gone`
@@ -124,6 +130,14 @@ class DramCache:
             lease.release()
         return self._acquire(digest, is_urgent=True)
 
+    def acquire_resident(self, digest: Digest) -> Lease | None:
+        """Pin a checkpoint if every byte of it is there; never waits. None: it is not, or not known."""
+        with self._changed:
+            entry = self._entries.get(digest)
+            if entry is None or entry.on_gone or self._tier.resident_bytes(digest) < entry.manifest.num_bytes:
+                return None
+            return self._acquire(digest, is_urgent=True)
+
     def preload(self, digest: Digest) -> Future[ReadStats]:
         """Read a checkpoint behind whatever somebody waits for, and let it go when it is there. Raises as `acquire`."""
         lease = self._acquire(digest, is_urgent=False)
@@ -133,10 +147,12 @@ class DramCache:
         return lease.done
 
     def evict(self, digest: Digest) -> Bytes:
-        """Free an unpinned checkpoint's frames; return their bytes."""
+        """Free an unpinned checkpoint's places; return their bytes."""
         with self._changed:
-            self._entry(digest)
-            return self._tier.evict(digest) * self.pool.layout.frame_bytes
+            place_bytes = self._entry(digest).manifest.num_bytes
+            if not self._tier.is_packed(digest):
+                place_bytes = self.pool.layout.frame_bytes
+            return self._tier.evict(digest) * place_bytes
 
     def withdraw(self, digest: Digest) -> bool:
         """Free an unused checkpoint's frames, because its file is about to go; False while anybody uses it."""
@@ -190,13 +206,14 @@ class DramCache:
         with self._changed:
             entry = self._entry(digest)
             admission = self._pin(entry, now, may_stream)
-            lease = Lease(digest, entry.path.parent, admission.frames, self._release, self._finish)
+            extents = self._extents(entry, admission)
+            lease = Lease(digest, entry.path.parent, admission.frames, extents, self._release, self._finish)
             entry.leases.append(lease)
             if lease.is_streamed:
                 entry.waiting.append(_Waiting(lease, now, set(), entry.manifest.num_bytes))
             pending = self._tier.pending(digest)
             if admission.to_read:
-                self._submit(entry, admission, is_urgent)
+                self._submit(entry, admission, extents, is_urgent)
             if pending and is_urgent:
                 for job in entry.jobs:
                     self._reader.promote(job)
@@ -236,19 +253,32 @@ class DramCache:
                     raise
                 self._entry(entry.manifest.digest)
 
-    def _submit(self, entry: _Entry, admission: Admission, is_urgent: bool) -> None:
+    def _extents(self, entry: _Entry, admission: Admission) -> tuple[Extent, ...]:
+        if admission.extent:
+            return (admission.extent,)
+        frame_bytes = self.pool.layout.frame_bytes
+        return tuple(Extent(f * frame_bytes, entry.num_bytes_of(i)) for i, f in enumerate(admission.frames))
+
+    def _submit(self, entry: _Entry, admission: Admission, extents: tuple[Extent, ...], is_urgent: bool) -> None:
         entry.failure = None
         manifest = entry.manifest
         chunks = []
         for index in admission.to_read:
-            frame = admission.frames[index]
-            self.pool.set_ready(frame, FRAME_READING)
             offset, digest = index * manifest.chunk_bytes, manifest.chunk_digests[index]
-            chunks.append(ChunkRead(index, frame, offset, entry.num_bytes_of(index), digest))
+            chunk = ChunkRead(index, extents[index].offset, offset, entry.num_bytes_of(index), digest)
+            self._set_ready(chunk, FRAME_READING)
+            chunks.append(chunk)
         job = ReadJob(manifest.digest, entry.path, manifest.num_bytes, chunks, entry.trusted_stamp, is_urgent)
         entry.jobs = [j for j in entry.jobs if j.is_open] + [job]
-        self.pool.expect_use(max(admission.frames) + 1)
+        last = max(extent.offset for extent in extents) // self.pool.layout.frame_bytes
+        self.pool.expect_use(last + 1)
         self._reader.submit(job)
+
+    def _set_ready(self, chunk: ChunkRead, value: int) -> None:
+        """Publish a chunk's state to those who map its frame. Nobody maps a pack, and its chunks differ in state."""
+        frame = chunk.at // self.pool.layout.frame_bytes
+        if not self._tier.is_pack(frame):
+            self.pool.set_ready(frame, value)
 
     def _cancel_jobs(self, entry: _Entry) -> list[ChunkRead]:
         dropped = [chunk for job in entry.jobs for chunk in self._reader.cancel(job)]
@@ -311,7 +341,7 @@ class DramCache:
         with self._changed:
             entry = self._entries[job.digest]
             if error is None:
-                self.pool.set_ready(chunk.frame, FRAME_READY)
+                self._set_ready(chunk, FRAME_READY)
                 self._tier.finish(job.digest, chunk.index)
                 newly_trusted = self._note_verified(entry, job, chunk.index)
                 settled = _arrived(entry, chunk.index)
@@ -331,7 +361,7 @@ class DramCache:
         # The rest of the file is not worth reading: every chunk still queued fails with this one.
         failed = [chunk, *self._cancel_jobs(entry)]
         for one in failed:
-            self.pool.set_ready(one.frame, FRAME_FAILED)
+            self._set_ready(one, FRAME_FAILED)
         entry.trusted_stamp, entry.failure = None, error
         entry.verified.clear()
         self._tier.fail(entry.manifest.digest, [one.index for one in failed])

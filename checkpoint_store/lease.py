@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from nearline.protocol import Bytes, Digest, Seconds, Tier
+from nearline.protocol import Bytes, Digest, Extent, Seconds, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,12 @@ class ReadStats:
 
 
 class Lease:
-    """Pins a checkpoint's frames until `release`. `frames[i]` holds chunk i as soon as its ready byte is 1.
+    """Pins a checkpoint's bytes until `release`. `frames[i]` holds chunk i as soon as its ready byte is 1; a packed
+    checkpoint has no frames. `extents` hold the whole file, one after another, when `done` has ended well.
 
     `done` ends when every chunk is there, or fails with CheckpointCorrupt, or with Cancelled after an early release.
     Its callbacks may run in a reading thread. `directory` is the checkpoint's: it stays while the lease does.
-    A streamed lease has no frames: its holder reads the file, and `done` ends when it says so (`finish`).
+    A streamed lease has no extents: its holder reads the file, and `done` ends when it says so (`finish`).
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Lease:
         digest: Digest,
         directory: Path,
         frames: tuple[int, ...],
+        extents: tuple[Extent, ...],
         release: Callable[["Lease"], None],
         finish: Callable[["Lease"], None],
     ) -> None:
         self.digest = digest
         self.directory = directory
         self.frames = frames
+        self.extents = extents
         self.done: Future[ReadStats] = Future()
         self.done.set_running_or_notify_cancel()  # an asyncio waiter that is cancelled must not cancel the read
         self._release = release
@@ -48,7 +51,7 @@ class Lease:
     @property
     def is_streamed(self) -> bool:
         """Whether the checkpoint has more chunks than the pool has frames, and its holder reads the file itself."""
-        return not self.frames
+        return not self.extents
 
     def finish(self) -> None:
         """Say that the holder of a streamed lease has read every byte. Others end by themselves: nothing happens."""

@@ -54,8 +54,11 @@ class DramPool:
 
     def frame(self, index: int) -> memoryview:
         """A writable view of one frame; release it before `close`."""
-        start = index * self.layout.frame_bytes
-        return self._memory.view[start : start + self.layout.frame_bytes]
+        return self.bytes_at(index * self.layout.frame_bytes, self.layout.frame_bytes)
+
+    def bytes_at(self, start: Bytes, num_bytes: Bytes) -> memoryview:
+        """A writable view of a part; release it before `close`."""
+        return self._memory.view[start : start + num_bytes]
 
     def ready(self, index: int) -> int:
         return self._ready[index]

@@ -28,10 +28,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """Bring file bytes [offset, offset + num_bytes) into `frame`."""
+    """Bring file bytes [offset, offset + num_bytes) into the pool, from byte `at` on, a multiple of 4096."""
 
     index: int
-    frame: int
+    at: Bytes
     offset: Bytes
     num_bytes: Bytes
     digest: str
@@ -200,7 +200,7 @@ class ChunkReader:
 
     def _tried(self, part: _Part, job: ReadJob, chunk: ChunkRead) -> CheckpointCorrupt | None:
         try:
-            with self._pool.frame(chunk.frame) as frame, frame[: chunk.num_bytes] as view:
+            with self._pool.bytes_at(chunk.at, chunk.num_bytes) as view:
                 part(job, chunk, view)
         except CheckpointCorrupt as error:
             return CheckpointCorrupt(error.message)  # without a traceback: its frames would hold views of the pool

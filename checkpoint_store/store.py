@@ -204,6 +204,10 @@ class CheckpointStore:
             self._refuse_remote(digest)
         return lease
 
+    def acquire_resident(self, digest: Digest) -> Lease | None:
+        """Pin a checkpoint that is in DRAM as a whole. None: it is not; `acquire` it. Never waits for anything."""
+        return self._cache.acquire_resident(digest)
+
     def preload(self, digest: Digest) -> Future[ReadStats]:
         """Read a checkpoint into DRAM behind whatever somebody waits for, and leave it there unpinned.
 
@@ -215,7 +219,7 @@ class CheckpointStore:
         return self._cache.preload(digest)
 
     def evict(self, digest: Digest) -> Bytes:
-        """Give a checkpoint's DRAM back unless it is pinned; return the bytes of the frames freed."""
+        """Give a checkpoint's DRAM back unless it is pinned; return the bytes of the places freed."""
         return self._cache.evict(digest)
 
     def residency(self) -> tuple[Residency, ...]:

@@ -2,7 +2,7 @@
 
 A checkpoint is pinned as a whole; a chunk is read once however many ask for it; eviction takes the chunks whose
 absence costs least: seconds to bring back a byte × how often the checkpoint is used, last chunks first, so that what
-stays is the part a start needs first.
+stays is the part a start needs first. Small ones may share frames (packing.py): those are worth what they hold.
 """
 
 import math
@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nearline.protocol import Bytes, Digest, Seconds
+from nearline.checkpoint_store.packing import Packs
+from nearline.checkpoint_store.types import CHUNK_BYTES
+from nearline.protocol import Bytes, Digest, Extent, Seconds
 from nearline.protocol.errors import OutOfMemory
 
 _USE_HALF_LIFE_S: Seconds = 600.0
@@ -26,7 +28,7 @@ class ChunkState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """`num_chunks` of a checkpoint lost their frames to somebody else."""
+    """`num_chunks` of a checkpoint lost their place to somebody else."""
 
     digest: Digest
     num_chunks: int
@@ -34,17 +36,21 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A pin was granted: the frame of every chunk in order, the chunks the caller must read now, and who paid."""
+    """A pin was granted: the frame of every chunk in order, the chunks the caller must read now, and who paid.
+
+    A packed checkpoint has no frames but an extent, which holds its only chunk.
+    """
 
     frames: tuple[int, ...]
     to_read: tuple[int, ...]
     evictions: tuple[Eviction, ...]
     reason: str
+    extent: Extent | None = None
 
 
 @dataclass(slots=True)
 class _Held:
-    """One checkpoint's chunks in DRAM. Frames are kept while a chunk is not ABSENT."""
+    """One checkpoint's chunks in DRAM. Frames (packed: the extent) are kept while a chunk is not ABSENT."""
 
     digest: Digest
     num_bytes: Bytes
@@ -52,6 +58,7 @@ class _Held:
     bring_back_s_per_byte: float
     states: list[ChunkState]
     frames: list[int]
+    is_packed: bool = False
     pins: int = 0
     num_resident: int = 0
     uses: float = 0.0
@@ -68,18 +75,29 @@ class _Held:
     def count_use(self, now: Seconds) -> None:
         self.uses, self.used_at = self.decayed_uses(now) + 1.0, max(now, self.used_at)
 
+    def last_resident(self, most: int) -> list[int]:
+        """The last resident chunks, at most so many."""
+        return [i for i in range(len(self.states) - 1, -1, -1) if self.states[i] is ChunkState.RESIDENT][:most]
+
+    def loss(self, now: Seconds) -> float | None:
+        """Expected cost of not having a packed checkpoint; None while it cannot go."""
+        return None if self.pins or not self.num_resident else self.value(now) * self.num_bytes
+
     def count(self, state: ChunkState) -> int:
         return self.num_resident if state is ChunkState.RESIDENT else self.states.count(state)
 
 
 class DramTier:
-    """The pool's frames and the chunks in them. Every frame is free or holds exactly one chunk; the chunks of a pinned
-    checkpoint keep their frames until it is unpinned; a chunk being read keeps its frame until the read ends."""
+    """The pool's frames and the chunks in them. Every frame is free, a pack, or holds exactly one chunk; the chunks of
+    a pinned checkpoint keep their places until it is unpinned; a chunk being read keeps its place until the read ends.
+    """
 
-    def __init__(self, num_frames: int) -> None:
+    def __init__(self, num_frames: int, frame_bytes: Bytes = CHUNK_BYTES) -> None:
         self.num_frames = num_frames
+        self._frame_bytes = frame_bytes
         self._free = list(range(num_frames - 1, -1, -1))  # a stack: used (so touched) frames are used again first
         self._held: dict[Digest, _Held] = {}
+        self._packs = Packs(frame_bytes)
 
     @property
     def num_free(self) -> int:
@@ -87,23 +105,32 @@ class DramTier:
 
     @property
     def num_evictable(self) -> int:
-        return sum(h.num_resident for h in self._held.values() if not h.pins)
+        """Frames that a checkpoint in want of frames may take from others."""
+        resident = sum(h.num_resident for h in self._held.values() if not h.pins and not h.is_packed)
+        return resident + sum(self._pack_value(frame, 0.0) is not None for frame in self._packs.frames)
 
     @property
     def num_draining(self) -> int:
-        """Frames nobody wants whose read has not ended yet; they become evictable by themselves."""
+        """Chunks nobody wants whose read has not ended yet; their places become evictable by themselves."""
         return sum(h.count(ChunkState.READING) for h in self._held.values() if not h.pins)
 
     def register(
-        self, digest: Digest, num_bytes: Bytes, chunk_bytes: Bytes, bring_back_s_per_byte: float = 1.0
+        self,
+        digest: Digest,
+        num_bytes: Bytes,
+        chunk_bytes: Bytes,
+        bring_back_s_per_byte: float = 1.0,
+        may_pack: bool = False,
     ) -> None:
-        """Make a checkpoint known. Known already: only its cost is updated."""
+        """Make a checkpoint known. Known already: only its cost is updated. `may_pack`: its holders need no frame of
+        its own; then it is packed if it is one chunk that fits a frame."""
         if digest in self._held:
             self._held[digest].bring_back_s_per_byte = bring_back_s_per_byte
             return
         num_chunks = -(-num_bytes // chunk_bytes)
         states, frames = [ChunkState.ABSENT] * num_chunks, [-1] * num_chunks
-        self._held[digest] = _Held(digest, num_bytes, chunk_bytes, bring_back_s_per_byte, states, frames)
+        is_packed = may_pack and num_chunks == 1 and num_bytes <= self._frame_bytes
+        self._held[digest] = _Held(digest, num_bytes, chunk_bytes, bring_back_s_per_byte, states, frames, is_packed)
 
     def forget(self, digest: Digest) -> bool:
         """Drop a checkpoint and free its frames; False while it is pinned or being read."""
@@ -123,6 +150,8 @@ class DramTier:
         held = self._held[digest]
         if may_stream and len(held.states) > self.num_frames:
             return self._pin_outside(held, now)
+        if held.is_packed:
+            return self._pin_packed(held, now)
         missing = [] if held.pinned_frames else [i for i, s in enumerate(held.states) if s is ChunkState.ABSENT]
         evictions = self._make_room(held, len(missing), now)
         for index in missing:
@@ -132,9 +161,7 @@ class DramTier:
         held.pins += 1
         if held.pinned_frames is None:
             held.pinned_frames = tuple(held.frames)
-        reason = f"{len(missing)} of {len(held.states)} chunks to read"
-        if evictions:
-            reason += "; evicted " + ", ".join(f"{e.num_chunks} of {e.digest}" for e in evictions)
+        reason = f"{len(missing)} of {len(held.states)} chunks to read{_told(evictions)}"
         return Admission(held.pinned_frames, tuple(missing), evictions, reason)
 
     def unpin(self, digest: Digest) -> bool:
@@ -195,6 +222,13 @@ class DramTier:
     def is_pinned(self, digest: Digest) -> bool:
         return self._held[digest].pins > 0
 
+    def is_packed(self, digest: Digest) -> bool:
+        return self._held[digest].is_packed
+
+    def is_pack(self, frame: int) -> bool:
+        """Whether several checkpoints may lie in this frame."""
+        return self._packs.has(frame)
+
     def resident_bytes(self, digest: Digest) -> Bytes:
         held = self._held[digest]
         if not held.num_resident:
@@ -205,18 +239,21 @@ class DramTier:
 
     def check(self) -> None:
         """Assert the invariants of the class docstring."""
-        frames = list(self._free)
+        self._packs.check()
+        frames, packed = [*self._free, *self._packs.frames], []
         for held in self._held.values():
+            packed += [held.digest] if held.is_packed and held.states[0] is not ChunkState.ABSENT else []
             for state, frame in zip(held.states, held.frames, strict=True):
-                assert (state is ChunkState.ABSENT) == (frame == -1)
+                assert (state is ChunkState.ABSENT or held.is_packed) == (frame == -1)
                 frames += [] if frame == -1 else [frame]
             assert held.num_resident == held.states.count(ChunkState.RESIDENT)
             assert held.pins >= 0
             assert held.pins or ChunkState.FAILED not in held.states
             assert bool(held.pins) == (held.pinned_frames is not None)
             if held.pinned_frames is not None:
-                is_outside = len(held.states) > self.num_frames
-                assert held.pinned_frames == (() if is_outside else tuple(held.frames))
+                has_no_frames = held.is_packed or len(held.states) > self.num_frames
+                assert held.pinned_frames == (() if has_no_frames else tuple(held.frames))
+        assert sorted(packed) == sorted(d for frame in self._packs.frames for d in self._packs.contents(frame))
         assert sorted(frames) == list(range(self.num_frames)), "a frame is lost or held twice"
 
     def _pin_outside(self, held: _Held, now: Seconds) -> Admission:
@@ -226,22 +263,70 @@ class DramTier:
         reason = f"{len(held.states)} chunks, {self.num_frames} frames: streamed past the pool"
         return Admission((), (), (), reason)
 
+    def _pin_packed(self, held: _Held, now: Seconds) -> Admission:
+        is_missing = held.states[0] is ChunkState.ABSENT
+        evictions = self._place(held, now) if is_missing else ()
+        if is_missing:
+            held.states[0] = ChunkState.READING
+        held.count_use(now)
+        held.pins += 1
+        held.pinned_frames = ()
+        reason = f"packed, {int(is_missing)} of 1 chunks to read{_told(evictions)}"
+        return Admission((), (0,) if is_missing else (), evictions, reason, self._packs.extent(held.digest))
+
+    def _place(self, held: _Held, now: Seconds) -> tuple[Eviction, ...]:
+        """Give a packed checkpoint an extent: in a hole, a free frame, or where the loss is least."""
+        if self._placed(held):
+            return ()
+        window = self._packs.cheapest_window(held.num_bytes, lambda digest: self._held[digest].loss(now))
+        chunks = [h for h in self._held.values() if not h.pins and h.num_resident and not h.is_packed]
+        victim = min(chunks, key=lambda h: (h.value(now), h.digest), default=None)
+        if window and (victim is None or window.loss <= victim.value(now) * self._frame_bytes):
+            evictions = tuple(Eviction(digest, self.evict(digest)) for digest in window.digests)
+        elif victim:
+            evictions = (Eviction(victim.digest, self._free_chunks(victim, victim.last_resident(1))),)
+        else:
+            raise self._out_of_memory(held, 1)
+        assert self._placed(held)
+        return evictions
+
+    def _placed(self, held: _Held) -> bool:
+        if self._packs.place(held.digest, held.num_bytes):
+            return True
+        if self._free:
+            self._packs.open(self._free.pop(), held.digest, held.num_bytes)
+            return True
+        return False
+
     def _make_room(self, wanted: _Held, num_missing: int, now: Seconds) -> tuple[Eviction, ...]:
         short = num_missing - len(self._free)
         if short <= 0:
             return ()
-        victims = [h for h in self._held.values() if not h.pins and h.num_resident and h is not wanted]
-        if short > sum(h.num_resident for h in victims):
+        victims: list[tuple[float, Digest, tuple[_Held, ...]]] = [
+            (h.value(now), h.digest, (h,))
+            for h in self._held.values()
+            if not h.pins and h.num_resident and h is not wanted and not h.is_packed
+        ]
+        for frame in self._packs.frames:
+            contents = tuple(self._held[digest] for digest in self._packs.contents(frame))
+            if (value := self._pack_value(frame, now)) is not None:
+                victims.append((value, contents[0].digest, contents))
+        if short > sum(1 if held[0].is_packed else held[0].num_resident for _, _, held in victims):
             raise self._out_of_memory(wanted, num_missing)
         evictions = []
-        for victim in sorted(victims, key=lambda h: (h.value(now), h.digest)):
-            last_first = [i for i in range(len(victim.states) - 1, -1, -1) if victim.states[i] is ChunkState.RESIDENT]
-            count = self._free_chunks(victim, last_first[:short])
-            evictions.append(Eviction(victim.digest, count))
-            short -= count
+        for _, _, held in sorted(victims, key=lambda v: v[:2]):
+            num_free = len(self._free)
+            evictions += [Eviction(h.digest, self._free_chunks(h, h.last_resident(short))) for h in held]
+            short -= len(self._free) - num_free
             if not short:
                 break
         return tuple(evictions)
+
+    def _pack_value(self, frame: int, now: Seconds) -> float | None:
+        """What a pack frame is worth per byte; None while something in it cannot go."""
+        losses = [self._held[digest].loss(now) for digest in self._packs.contents(frame)]
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) / self._frame_bytes if len(known) == len(losses) else None
 
     def _out_of_memory(self, wanted: _Held, num_missing: int) -> OutOfMemory:
         total = len(wanted.states)
@@ -252,16 +337,23 @@ class DramTier:
                 "device with memory of its own, to which it is streamed"
             )
         pinned = ", ".join(f"{h.digest} ({len(h.states)})" for h in self._held.values() if h.pins) or "nothing"
+        own = 0 if wanted.pins or wanted.is_packed else wanted.num_resident
         return OutOfMemory(
             f"checkpoint {wanted.digest} needs {num_missing} more frames; of the pool's {self.num_frames}, "
-            f"{len(self._free)} are free, {self.num_evictable - (0 if wanted.pins else wanted.num_resident)} can be "
-            f"evicted, and pinned by running models are: {pinned}. Stop one of them or give the node a larger pool"
+            f"{len(self._free)} are free, {self.num_evictable - own} can be evicted, and pinned by running models are: "
+            f"{pinned}. Stop one of them or give the node a larger pool"
         )
 
     def _free_chunks(self, held: _Held, indices: list[int]) -> int:
         for index in indices:
             held.num_resident -= held.states[index] is ChunkState.RESIDENT
             held.states[index] = ChunkState.ABSENT
-            self._free.append(held.frames[index])
+            frame = self._packs.remove(held.digest) if held.is_packed else held.frames[index]
             held.frames[index] = -1
+            if frame is not None:
+                self._free.append(frame)
         return len(indices)
+
+
+def _told(evictions: tuple[Eviction, ...]) -> str:
+    return "; evicted " + ", ".join(f"{e.num_chunks} of {e.digest}" for e in evictions) if evictions else ""

@@ -26,7 +26,7 @@ from nearline.protocol.instance import (
     Tier,
     TierBandwidth,
 )
-from nearline.protocol.model import AdapterSpec, CheckpointInfo, CheckpointKind, ModelSpec
+from nearline.protocol.model import AdapterSpec, CheckpointInfo, CheckpointKind, Extent, ModelSpec
 from nearline.protocol.peers import PEER, TOKEN_VARIABLE, peer_source
 from nearline.protocol.quantization import (
     QUANT_FORMATS,
@@ -69,6 +69,7 @@ __all__ = [
     "DecoderSpec",
     "DeviceInfo",
     "Digest",
+    "Extent",
     "FinishReason",
     "Grammar",
     "GrammarKind",

@@ -42,6 +42,14 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """Some neighbouring bytes of a node's DRAM pool."""
+
+    offset: Bytes
+    num_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model people may call. Idle instances stop `keep_alive_s` after their last request (negative: never).
 

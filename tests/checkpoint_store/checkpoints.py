@@ -16,7 +16,12 @@ RawTensor = tuple[str, tuple[int, ...], bytes]
 """(safetensors dtype, shape, bytes)"""
 
 
-def commit(directory: Path, tensors: Mapping[str, RawTensor], chunk_bytes: int = TINY_CHUNK) -> Manifest:
+def commit(
+    directory: Path,
+    tensors: Mapping[str, RawTensor],
+    chunk_bytes: int = TINY_CHUNK,
+    kind: CheckpointKind = CheckpointKind.MODEL,
+) -> Manifest:
     """Write `directory/<digest>` with these tensors, in this order, and return its manifest."""
     header, offset = {}, 0
     for name, (dtype, shape, data) in tensors.items():
@@ -33,7 +38,7 @@ def commit(directory: Path, tensors: Mapping[str, RawTensor], chunk_bytes: int =
     chunks = [blob[i : i + chunk_bytes] for i in range(0, len(blob), chunk_bytes)]
     digests = tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in chunks)
     digest = content_digest(digests, {})
-    info = CheckpointInfo(digest, CheckpointKind.MODEL, len(blob), "llama", "LlamaForCausalLM", "test", "float32", ())
+    info = CheckpointInfo(digest, kind, len(blob), "llama", "LlamaForCausalLM", "test", "float32", ())
     manifest = Manifest(FORMAT_VERSION, info, len(blob), chunk_bytes, digests, tuple(entries))
     target = directory / digest
     target.mkdir(parents=True)

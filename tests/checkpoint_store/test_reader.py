@@ -65,7 +65,7 @@ def job_for(directory: Path, manifest: Manifest, first_frame: int = 0, is_urgent
             trusted: FileStamp | None = None) -> ReadJob:  # fmt: skip
     size = manifest.chunk_bytes
     chunks = [
-        ChunkRead(i, first_frame + i, i * size, min(size, manifest.num_bytes - i * size), digest)
+        ChunkRead(i, (first_frame + i) * size, i * size, min(size, manifest.num_bytes - i * size), digest)
         for i, digest in enumerate(manifest.chunk_digests)
     ]
     path = directory / manifest.digest / "model.safetensors"

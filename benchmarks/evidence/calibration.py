@@ -56,9 +56,11 @@ WORDS = [
     "a",
     "time",
 ]
-PILOT_S = 75.0
 KEEP_ALIVE_S = 600.0
 """Long enough for a profile, which no request keeps alive; the slot is given up to other models all the same."""
+
+PILOT_S = 75.0
+"""How long the warm-up ends with traffic as the load's."""
 
 MAKE = """
 import json, sys, torch
@@ -112,10 +114,11 @@ async def warm_up(client: AsyncClient, num_slots: int) -> None:
             await asyncio.sleep(stream.expovariate(sum(RATES.values())))
             await ask(client, name, {"prompt": _text(stream), **_fixed(30)})
         await asyncio.gather(*(ask(client, name, {"prompt": _text(stream), **_fixed(30)}) for _ in range(SIX)))
-    for pair in [pair for _ in range(2) for pair in permutations(RATES, 2)] if num_slots > 1 else ():
-        one, other = (ask(client, name, {"prompt": _text(stream), **_fixed(count)})
-                      for name, count in zip(pair, (30, 120), strict=True))  # fmt: skip
-        await asyncio.gather(one, other)
+    for one, other in permutations(RATES, 2) if num_slots > 1 else ():
+        beside = asyncio.create_task(ask(client, other, {"prompt": _text(stream), **_fixed(150)}))
+        await asyncio.sleep(0.5)
+        await ask(client, one, {"prompt": _text(stream), **_fixed(30)})
+        await beside
     await play(client, schedule(PILOT_S, seed=5))
     await asyncio.sleep(2.0)
 

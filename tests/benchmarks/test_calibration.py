@@ -1,6 +1,7 @@
 """The calibration on a run that is known to the last microsecond: one that was simulated in the first place."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -58,16 +59,20 @@ def arrivals() -> Iterator[Arrival]:
         yield Arrival(at + 2.0, name, 60, 30)
         yield Arrival(at + 4.0, name, 50, 30)
         yield from (Arrival(at + 6.0, name, 40, 30) for _ in range(SIX))
-    at = 200.0
+    for at, one, other in ((200.0, "m1", "m2"), (210.0, "m2", "m1"), (220.0, "m3", "m1")):
+        yield from (Arrival(at, ModelId(other), 40, 150), Arrival(at + 0.3, ModelId(one), 40, 30))
+    at = 230.0
     while (at := at + stream.expovariate(0.66)) < WARM_UP_S + LOAD_S:
         name = ModelId(stream.choice(MODELS))
         yield Arrival(at, name, round(stream.lognormvariate(3.8, 0.7)), max(2, round(stream.lognormvariate(3.2, 0.6))))
 
 
-def run() -> Lived:
+def run(num_slots: int = 1, slowdown_beside: float = 0.0) -> Lived:
     """What a machine of known costs does in 1000 seconds, 600 of them the load."""
     cost = CostModel(hop_s=0.004, stop_s=0.015, bind_s=0.02, dram_bytes_per_s=1e13, process_s=1.5, max_running=32)
-    machine = Machine(cost=cost, dram_bytes=10**10, frame_bytes=1 << 24)
+    machine = Machine(
+        cost=cost, num_slots=num_slots, dram_bytes=10**10, frame_bytes=1 << 24, slowdown_beside=slowdown_beside
+    )
     pairs = [
         pair
         for index, name in enumerate(MODELS)
@@ -97,6 +102,16 @@ def test_what_the_warm_up_shows_is_what_the_machine_costs(lived: Lived) -> None:
         first_s = machine.cost.hop_s + model.steps.prefill_s(50)
         assert first_s == pytest.approx(0.004 + STREAMING.prefill_s(50), rel=0.02), "wherever it is spent"
         assert model.steps.decode_s(1, 50) == pytest.approx(STREAMING.decode_s(1, 50), rel=0.02)
+
+
+def test_cores_that_two_slots_share_are_found_from_pairs_of_requests() -> None:
+    lived = run(num_slots=2, slowdown_beside=0.5)
+    machine, models = machine_of(lived)
+    assert machine.slowdown_beside == pytest.approx(0.5, abs=0.05)
+    live = lived.run()
+    assert calibration_page.is_met(live, simulated(lived, machine, models))
+    alone = simulated(lived, replace(machine, slowdown_beside=0.0), models)
+    assert live.measured()["tpot"] > 1.03 * alone.measured()["tpot"]
 
 
 def test_nothing_of_the_load_is_looked_at(lived: Lived) -> None:

@@ -83,6 +83,7 @@ class MiniEngine:
         self._heard = threading.Event()
         self._reader = AdapterReader(self._heard.set)
         self._skipped: Seconds = 0.0
+        self._merging: Digest | None = None
         self._merge_s: Seconds = 0.0
         self._count = 0
 
@@ -179,12 +180,14 @@ class MiniEngine:
     def _merge(self, wanted: Digest | None, budget_s: Seconds) -> bool:
         if wanted is None:
             return False
+        if self._merging != wanted:
+            self._merging, self._merge_s = wanted, 0.0
         started = time.perf_counter()
         is_whole = self.runner.merge(wanted, lambda: time.perf_counter() < started + budget_s, self.core.kept_copies)
         self._merge_s += time.perf_counter() - started
         if is_whole:
             self.core.copy_made(wanted, self._merge_s)
-            self._merge_s = 0.0
+            self._merging = None
         return True
 
     def _wait(self, until: Seconds | None, is_busy: bool) -> None:

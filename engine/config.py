@@ -16,8 +16,8 @@ class PolicyName(StrEnum):
 
 
 class MergeMode(StrEnum):
-    """When adapters run on weights they are merged into: `never`, `auto` (one that dominates, where it was measured
-    to gain), `always` (one at a time, in turns). Under `auto` neighbours may change tokens at near ties."""
+    """When adapters run on weights they are merged into: `never`, `auto` (in steps of one adapter, once its copy was
+    measured to pay), `always` (one at a time, in turns). Under `auto` neighbours may change tokens at near ties."""
 
     NEVER = "never"
     AUTO = "auto"
@@ -61,7 +61,7 @@ class EngineConfig:
     merge_copies: int = 1
     """How many merged copies find room."""
     merge_max_wait_s: Seconds = 0.5
-    """Longest time that a merged adapter keeps others waiting in one go."""
+    """Under `always`, the longest turn of an adapter while others wait."""
     max_adapters: int = 128
     """Adapters on the device at once, ≥ 1."""
     max_adapter_bytes: Bytes = 1 << 30

@@ -54,7 +54,8 @@ class EngineCore:
         believed = config.step_time or StepTimeModel.guess(checkpoint.num_bytes)
         self.pace = StepPace(believed, is_profiled=config.step_time is not None)
         self.scheduler = Scheduler(config, self.blocks, self.adapters, _policy(config, self.pace), self.pace)
-        self._merge = MergeTurns(config) if config.merge is not MergeMode.NEVER and config.merge_bytes else None
+        is_merging = config.merge is not MergeMode.NEVER and config.merge_bytes
+        self._merge = MergeTurns(config, believed, self.adapters.is_ready) if is_merging else None
         self._lent: dict[Digest, int] = {}
         self.num_added = 0
         self.num_ended = 0
@@ -182,7 +183,7 @@ class EngineCore:
     def measured(self, batch: Batch, seconds: Seconds) -> None:
         """Take in how long a step took, so that the next ones are cut better."""
         if self._merge is not None:
-            self._merge.measured(batch, seconds, self.pace.model.step_s(batch.work))
+            self._merge.measured(batch, seconds)
         self.pace.observe(batch.work, seconds)
 
     def fail(self, request_ids: Seq[RequestId], error: ErrorInfo, now: Seconds) -> list[SequenceUpdate]:

@@ -270,8 +270,8 @@ class Scheduler:
             num_positions=num_positions,
             max_positions=num_positions + (growth if share == 1.0 else int(share * growth)),
             num_shared=self._blocks.num_settled_shared(sequence),
-            # Who pauses while others run merged does not grow in step with them.
-            is_decoding=num_tokens == sequence.num_uncomputed and self._config.merge is MergeMode.NEVER,
+            # Who pauses while it is others' turn does not grow in step with them.
+            is_decoding=num_tokens == sequence.num_uncomputed and self._config.merge is not MergeMode.ALWAYS,
         )
 
 

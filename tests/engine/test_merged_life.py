@@ -63,7 +63,7 @@ def test_always_merged_tokens_are_those_of_each_adapter_alone(run: Callable[...,
         assert together.tokens[request_id] == adapters[1][name]([*SHARED[:20], index], num_tokens)
 
 
-def test_auto_merges_the_adapter_that_dominates_and_lets_the_others_in(
+def test_auto_merges_the_steps_of_the_adapter_that_is_alone_and_lets_the_others_in(
     run: Callable[..., Life], adapters: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nearline.engine.merge_turns._COPY_BYTES_PER_S", 1e15)

@@ -1,152 +1,206 @@
-"""Merged or not, step by step: who gains, who waits, and for how long at most."""
+"""Merged or not, step by step: who gains, whose copy is made and when, who waits, and for how long at most."""
 
-import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearline.engine.merging import AlwaysMerged, MergeCosts, MergeLimits, MergeMeter, MergePolicy
-from nearline.protocol import Digest
+from nearline.engine.config import EngineConfig, MergeMode
+from nearline.engine.merge_meter import MergeMeter
+from nearline.engine.merge_turns import MergeTurns
+from nearline.engine.merging import IDLE_SHARE, AloneMerged, AlwaysMerged, MergeCosts, MergedCopies
+from nearline.engine.sequence import Sequence
+from nearline.engine.types import Batch, BatchItem
+from nearline.protocol import Digest, ModelId, Request, RequestId, SamplingParams, StepTimeModel
 
 A, B, C = Digest("a"), Digest("b"), Digest("c")
-COSTS, LIMITS = MergeCosts(speed=0.6, merge_s=0.2), MergeLimits(min_saving=0.1, max_wait_s=0.5)
-STEP_S = 0.03
-
-
-def run(policy: MergePolicy, runnable: dict[Digest | None, int], num_steps: int, start_s: float = 0.0) -> list[str]:
-    """The mode of each step; an unmerged step takes STEP_S, a merged one less by the policy's own costs."""
-    now, modes = start_s, []
-    for _ in range(num_steps):
-        decision = policy.decide(runnable, now)
-        merged = decision.merged
-        if decision.wanted is not None:
-            policy.copy_made(decision.wanted)
-        modes.append(merged or "-")
-        now += STEP_S * (COSTS.speed if merged else 1.0)
-    return modes
-
-
-def test_one_adapter_alone_is_merged_once_the_copy_has_paid_for_itself() -> None:
-    modes = run(MergePolicy(COSTS, LIMITS), {A: 8}, 100)
-    first = modes.index(A)
-    assert (1 - COSTS.speed) * STEP_S * first == pytest.approx(COSTS.merge_s, abs=STEP_S)
-    assert set(modes[first:]) == {A}
-
-
-@pytest.mark.parametrize("runnable", [{A: 1, B: 1, C: 1}, {A: 4, B: 4}, {None: 8}, {None: 8, A: 2}, {}])
-def test_many_adapters_or_the_base_alone_are_never_merged(runnable: dict[Digest | None, int]) -> None:
-    assert set(run(MergePolicy(COSTS, LIMITS), runnable, 500)) == {"-"}
-
-
-def test_where_merging_saves_little_nothing_is_ever_merged() -> None:
-    assert set(run(MergePolicy(MergeCosts(0.95, 0.0), LIMITS), {A: 8}, 200)) == {"-"}
-    assert set(run(MergePolicy(MergeCosts()), {A: 8}, 200)) == {"-"}, "off until somebody has measured"
-
-
-def test_a_lone_request_in_99_percent_of_one_adapter_waits_no_longer_than_stated() -> None:
-    policy, runnable = MergePolicy(COSTS, LIMITS), dict[Digest | None, int]({A: 99, B: 1})
-    modes = run(policy, runnable, 2000)
-    longest, current, served_s, total_s = 0.0, 0.0, 0.0, 0.0
-    for mode in modes[modes.index(A) :]:
-        step_s = STEP_S * (COSTS.speed if mode == A else 1.0)
-        current = current + step_s if mode == A else 0.0
-        longest, total_s = max(longest, current), total_s + step_s
-        served_s += step_s if mode == "-" else 0.0
-    assert longest <= LIMITS.max_wait_s + STEP_S
-    assert served_s >= 0.49 * total_s
-    switches = sum(one != other for one, other in itertools.pairwise(modes))
-    assert switches <= 2 + 2 * total_s / (2 * LIMITS.max_wait_s), "hysteresis: at most one turn per bound each way"
-
-
-@given(
-    st.lists(st.tuples(st.dictionaries(st.sampled_from([None, A, B, C]), st.integers(1, 40)), st.floats(0.001, 0.1)))
+COSTS = MergeCosts(saving_s=0.001, merge_s=0.1)
+MAX_WAIT_S = 0.5
+PACE = StepTimeModel(
+    prefill_base_s=0.01,
+    prefill_per_token_s=0.0001,
+    prefill_per_square_s=0.0,
+    decode_base_s=0.01,
+    decode_per_context_s=0.0,
+    decode_per_sequence_s=0.001,
 )
-@settings(max_examples=100, deadline=None)
-def test_always_merged_everybody_who_can_run_gets_a_turn_within_the_bound(
-    steps: list[tuple[dict[Digest | None, int], float]],
-) -> None:
-    policy, now, waited = AlwaysMerged(LIMITS, 2), 0.0, dict.fromkeys([None, A, B, C], 0.0)
-    for runnable, step_s in steps:
-        decision = policy.decide(runnable, now)
-        if decision.wanted is not None:
-            policy.copy_made(decision.wanted)
-        turn = decision.merged or decision.wanted
-        assert turn in runnable or not runnable
-        for adapter in waited:
-            waited[adapter] = waited[adapter] + step_s if adapter in runnable and adapter != turn else 0.0
-            assert waited[adapter] <= 3 * (LIMITS.max_wait_s + 0.2) + 1e-9, (
-                "three others, and the longest step twice each"
-            )
-        now += step_s
 
 
-def test_a_meter_believes_what_it_measures() -> None:
-    meter = MergeMeter(0.05, 0.2)
-    assert meter.costs.speed == pytest.approx(1 / 1.1)
-    for _ in range(200):
-        meter.step(True, 0.9)
-        meter.step(False, 1.2)
-    meter.copy(0.4)
-    assert meter.costs.speed == pytest.approx(0.75, abs=0.01)
-    assert meter.costs.merge_s == pytest.approx(0.3)
+def always(_: Digest) -> bool:
+    return True
 
 
-def test_a_copy_that_is_there_is_used_again_at_once_when_the_others_are_gone() -> None:
-    policy = MergePolicy(COSTS, LIMITS)
-    run(policy, {A: 8}, 40)
-    assert policy.kept == (A,)
-    assert run(policy, {A: 4, B: 4}, 5, start_s=10) == ["-"] * 5
-    assert run(policy, {A: 8}, 3, start_s=20) == [A] * 3
+def batch(*adapters: Digest | None, merged: Digest | None = None, num_tokens: int = 1) -> Batch:
+    items = []
+    for index, adapter in enumerate(adapters):
+        request = Request(RequestId(str(index)), ModelId("m"), (1, 2), SamplingParams(), adapter_digest=adapter)
+        items.append(BatchItem(Sequence(request, 1, [1, 2], arrived_at=0.0), 8, num_tokens, True))
+    return Batch(items, merged=merged)
 
 
-def test_rent_is_kept_while_others_dominate_and_each_gets_a_copy_of_its_own() -> None:
-    policy, modes = MergePolicy(COSTS, LIMITS, 2), list[str]()
-    for turn in range(40):
-        modes += run(policy, {(A, B)[turn % 2]: 8}, 2, start_s=turn * 2 * STEP_S)
-    assert set(policy.kept) == {A, B}, "neither dominated for long enough in one go"
-    assert modes[-4:] == [A, A, B, B]
+def steps_until_copied(policy: AloneMerged, adapter: Digest, is_idle: bool = False) -> int:
+    """How many steps an adapter runs alone, unmerged, until its copy is made."""
+    for count in range(1000):
+        if (wanted := policy.to_copy(is_idle, always)) is not None:
+            policy.copy_made(wanted)
+            return count
+        assert not policy.alone(adapter)
+    raise AssertionError("never copied")
+
+
+@pytest.mark.parametrize(("is_idle", "share"), [(False, 1.0), (True, IDLE_SHARE)])
+def test_a_copy_is_made_once_what_it_would_have_saved_pays_for_it(is_idle: bool, share: float) -> None:
+    policy = AloneMerged(COSTS)
+    count = steps_until_copied(policy, A, is_idle)
+    assert count * COSTS.saving_s == pytest.approx(share * COSTS.merge_s, abs=COSTS.saving_s)
+    assert policy.alone(A)
+    assert not policy.alone(B)
+
+
+def test_where_merging_saves_nothing_no_copy_is_made() -> None:
+    policy = AloneMerged(MergeCosts(saving_s=0.0, merge_s=0.1))
+    assert not any(policy.alone(A) for _ in range(1000))
+    assert policy.to_copy(True, always) is None
+
+
+def test_rent_is_kept_while_others_run_and_each_gets_a_copy_of_its_own() -> None:
+    policy = AloneMerged(COSTS, 2)
+    for turn in range(500):
+        policy.alone((A, B)[turn % 2])
+        if (wanted := policy.to_copy(False, always)) is not None:
+            policy.copy_made(wanted)
+    assert set(policy.copies.kept) == {A, B}
+
+
+def test_as_many_copies_are_kept_as_find_room() -> None:
+    copies = MergedCopies(8)
+    names = [Digest(str(n)) for n in range(10)]
+    for index, name in enumerate(names):
+        copies.made(name)
+        assert copies.kept == tuple(names[max(0, index - 7) : index + 1])
 
 
 def test_the_copy_used_least_recently_leaves_and_is_paid_for_anew() -> None:
-    policy = MergePolicy(COSTS, LIMITS, 2)
-    for start_s, adapter in enumerate((A, B, A, C)):
-        run(policy, {adapter: 8}, 40, start_s=10.0 * start_s)
-    assert policy.kept == (A, C)
-    assert run(policy, {B: 8}, 3, start_s=50.0) == ["-"] * 3
+    policy = AloneMerged(COSTS, 2)
+    for adapter in (A, B):
+        steps_until_copied(policy, adapter)
+    assert policy.alone(A)
+    steps_until_copied(policy, C)
+    assert policy.copies.kept == (A, C)
+    assert steps_until_copied(policy, B) * COSTS.saving_s == pytest.approx(COSTS.merge_s, abs=COSTS.saving_s)
 
 
-def test_alone_it_runs_merged_where_its_copy_is_however_little_that_saves() -> None:
-    policy = MergePolicy(MergeCosts(1.0, 0.2), LIMITS)
+def test_a_copy_half_overwritten_by_another_is_no_copy_any_more() -> None:
+    policy = AloneMerged(COSTS)
     policy.copy_made(A)
-    assert run(policy, {A: 1}, 3) == [A] * 3
-    assert run(policy, {A: 8, B: 1}, 3, start_s=1.0) == ["-"] * 3
+    while policy.to_copy(False, always) is None:
+        policy.alone(B)
+    assert not policy.alone(A)
 
 
-@pytest.mark.parametrize("policy", [MergePolicy(COSTS, LIMITS), AlwaysMerged(LIMITS)])
-def test_a_copy_half_overwritten_by_another_is_no_copy_any_more(policy: MergePolicy | AlwaysMerged) -> None:
-    policy.decide({A: 8}, 0.0)
-    policy.copy_made(A)
-    now = next(now for now in range(1, 9) if policy.decide({B: 8}, now).wanted == B)
-    assert policy.decide({A: 8}, now + 0.01).merged is None
+def test_what_is_begun_is_finished_before_the_next_unless_its_adapter_has_gone() -> None:
+    policy = AloneMerged(COSTS, 2)
+    while policy.to_copy(False, always) is None:
+        policy.alone(A)
+    for _ in range(500):
+        policy.alone(B)
+    assert policy.to_copy(False, always) == A
+    assert policy.to_copy(False, lambda adapter: adapter != A) == B
+
+
+def test_a_copy_begun_in_idle_time_waits_for_more_while_others_run() -> None:
+    policy = AloneMerged(COSTS)
+    while policy.to_copy(True, always) is None:
+        policy.alone(A)
+    assert policy.to_copy(False, always) is None
+    assert policy.to_copy(True, always) == A
+
+
+def turns(**config: Any) -> MergeTurns:
+    return MergeTurns(EngineConfig(num_blocks=1, merge=MergeMode.AUTO, merge_bytes=1, **config), PACE, always)
 
 
 @given(
-    st.lists(st.tuples(st.dictionaries(st.sampled_from([None, A, B, C]), st.integers(1, 40)), st.floats(0.001, 0.1)))
+    st.lists(st.tuples(st.lists(st.sampled_from([None, A, B, C]), max_size=6), st.booleans()), max_size=60),
+    st.integers(1, 3),
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_comes_nobody_who_can_run_waits_longer_than_the_bound_and_one_step(
-    steps: list[tuple[dict[Digest | None, int], float]],
+def test_auto_nobody_ever_waits_and_only_whoever_is_alone_and_has_a_copy_runs_merged(
+    steps: list[tuple[list[Digest | None], bool]], num_copies: int
 ) -> None:
-    policy, now, waited = MergePolicy(COSTS, LIMITS, 2), 0.0, dict.fromkeys([None, A, B, C], 0.0)
+    merge = turns(merge_copies=num_copies)
+
+    def schedule_all(_: float, may_run: Callable[[Sequence], bool] | None) -> Batch | None:
+        assert may_run is None, "somebody was held back"
+        return batch(*adapters) if adapters else None
+
+    for now, (adapters, is_made) in enumerate(steps):
+        kept = merge.kept
+        step = merge.schedule([], float(now), schedule_all)
+        assert (step is None) == (not adapters)
+        if step is not None:
+            expected = adapters[0] if len(set(adapters)) == 1 and adapters[0] in kept else None
+            assert step.merged == expected
+            merge.measured(step, 0.02)
+        if is_made and merge.wanted is not None:
+            assert merge.wanted not in merge.kept
+            merge.copy_made(merge.wanted, 0.01)
+        assert len(merge.kept) <= num_copies
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.sampled_from([None, A, B, C])), st.floats(0.001, 0.1))),
+)
+@settings(max_examples=100, deadline=None)
+def test_always_merged_everybody_who_can_run_gets_a_turn_within_the_bound(
+    steps: list[tuple[set[Digest | None], float]],
+) -> None:
+    policy, now, waited = AlwaysMerged(MAX_WAIT_S, 2), 0.0, dict.fromkeys([None, A, B, C], 0.0)
     for runnable, step_s in steps:
-        decision = policy.decide(runnable, now)
-        merged = decision.merged
-        if decision.wanted is not None:
-            policy.copy_made(decision.wanted)
-        assert merged is None or merged in runnable
+        merged = policy.decide(sorted(runnable, key=str), now).merged
+        turn = merged or policy.copies.wanted
+        if policy.copies.wanted is not None:
+            policy.copy_made(policy.copies.wanted)
+        assert turn in runnable or turn is None
         for adapter in waited:
-            is_displaced = adapter in runnable and merged not in (None, adapter)
-            waited[adapter] = waited[adapter] + step_s if is_displaced else 0.0
-            assert waited[adapter] <= LIMITS.max_wait_s + step_s + 1e-9
+            waited[adapter] = waited[adapter] + step_s if adapter in runnable and adapter != turn else 0.0
+            assert waited[adapter] <= 3 * (MAX_WAIT_S + 0.2) + 1e-9, "three others, and the longest step twice each"
         now += step_s
+
+
+def test_always_a_copy_is_left_for_that_of_whoevers_turn_it_is() -> None:
+    policy = AlwaysMerged(MAX_WAIT_S)
+    assert policy.decide([A], 0.0).merged is None
+    assert policy.copies.wanted == A
+    assert policy.decide([B], 0.1).merged is None
+    assert policy.copies.wanted == B
+    policy.copy_made(B)
+    assert policy.decide([B], 0.2).merged == B
+
+
+def test_a_meter_learns_what_an_adapter_adds_to_a_step_at_any_size() -> None:
+    meter = MergeMeter(PACE, 0.2)
+    assert meter.costs.saving_s == pytest.approx(0.08 * PACE.decode_base_s)
+    for count in range(600):
+        size = 1 + count % 16
+        plain_s = 0.02 + 0.0005 * size
+        meter.step(batch(*[A] * size), plain_s + 0.003)
+        meter.step(batch(*[A] * size, merged=A), plain_s)
+        meter.step(batch(*[None] * size), plain_s)
+    meter.copy(0.4)
+    assert meter.costs.saving_s == pytest.approx(0.003, rel=0.1)
+    assert meter.costs.merge_s == pytest.approx(0.3)
+
+
+def test_a_meter_ignores_what_tells_nothing_and_steps_that_waited_for_something_else() -> None:
+    meter = MergeMeter(PACE, 0.2)
+    before = meter.costs
+    meter.step(batch(A, B), 0.013)
+    meter.step(batch(A, num_tokens=8), 0.013)
+    meter.step(batch(A), 0.5)
+    meter.step(batch(A), 0.5)
+    assert meter.costs == before
+    meter.step(batch(A), 0.5)
+    assert meter.costs != before, "three in a row are believed"

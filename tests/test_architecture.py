@@ -51,6 +51,7 @@ MINDS = {
         "admission",
         "validation",
         "decode_shapes",
+        "merge_meter",
         "merging",
         "merge_turns",
         "policy",

@@ -45,11 +45,13 @@ class CostModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
     """A checkpoint on these machines. `steps` and `binds_s` were measured for it alone: its starts take these binds in
-    turn. None, or none: what its machine says."""
+    turn. None, or none: what its machine says. `settle_s` is what an engine does once per bind, after a first second
+    without work (the vocabulary of structured output), while neither steps nor a stop begin."""
 
     num_bytes: Bytes
     steps: StepTimeModel | None = None
     binds_s: tuple[Seconds, ...] = ()
+    settle_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ from nearline.simulator.engines import EnginePorts, PacedEngine, Schedule, Simul
 from nearline.simulator.memory import NodeMemory, Read
 
 MakeEngine = Callable[[EnginePorts, Machine, StepTimeModel, Digest], SimulatedEngine]
+_SETTLES_AFTER_S = 1.0
+"""An engine that had no work for so long does what it has to do once per bind, as a live one."""
 _REPORT_SOON_S = 0.1
 """Changes within this time share one report, as on a live node."""
 
@@ -54,6 +56,9 @@ class _Instance:
     def __init__(self, spec: InstanceSpec, engine: SimulatedEngine) -> None:
         self.spec, self.engine = spec, engine
         self.read: Read | None = None
+        self.num_submitted = 0
+        self.is_settled = False
+        self.busy_until: Seconds = 0.0
         self.is_filled = self.is_bound = self.is_draining = self.has_ended = False
 
 
@@ -84,7 +89,7 @@ class SimulatedNode:
         self._handlers: dict[type, Callable[..., None]] = {
             act.StartEngine: self._start,
             act.BindEngine: self._bind,
-            act.UnbindEngine: lambda a: self._later(machine.cost.stop_s, ev.EngineUnbound(a.engine_id)),
+            act.UnbindEngine: self._unbind,
             act.KillEngine: lambda a: self._later(machine.cost.stop_s, ev.EngineExited(a.engine_id, a.reason)),
             act.AcquireCheckpoint: self._acquire,
             act.ReleaseCheckpoint: self._release,
@@ -125,7 +130,8 @@ class SimulatedNode:
         if spec.instance_id not in self._instances:
             steps = self._models[spec.digest].steps or self.machine.cost.steps
             emptied = partial(self._emptied, spec.instance_id)
-            ports = EnginePorts(self._clock, self._schedule, self._cores.compute, self._post, emptied)
+            compute = partial(self._compute, spec.instance_id)
+            ports = EnginePorts(self._clock, self._schedule, compute, self._post, emptied)
             engine = self._make_engine(ports, self.machine, steps, spec.digest)
             self._instances[spec.instance_id] = _Instance(spec, engine)
         self._on(ev.EnsureWished(spec, _checkpoint(spec.digest, self._models[spec.digest].num_bytes)))
@@ -146,6 +152,7 @@ class SimulatedNode:
     def submit(self, instance_id: InstanceId, sequence: SimulatedSequence) -> None:
         instance = self._instances.get(instance_id)
         if instance is not None:  # else lost with the node, which the controller has been told
+            instance.num_submitted += 1
             instance.engine.submit(sequence)
 
     def yield_place(self, instance_id: InstanceId, request_id: RequestId) -> None:
@@ -174,6 +181,7 @@ class SimulatedNode:
         self._num_binds: Counter[Digest] = Counter()
         cost, machine = self.machine.cost, self.machine
         self._instances: dict[InstanceId, _Instance] = {}
+        self._bound_to: dict[EngineId, _Instance] = {}
         self._cores = SharedCores(machine.slowdown_beside, self._clock, self._schedule)
         self._is_reporting, self._wakes_at = False, float("inf")
         config = CoreConfig(self._devices, machine.num_prewarmed, 1 << 40, cost.max_running, num_cores=1)
@@ -231,7 +239,7 @@ class SimulatedNode:
         turn = self._num_binds[action.spec.digest]
         self._num_binds[action.spec.digest] += 1
         bind_s = model.binds_s[turn % len(model.binds_s)] if model.binds_s else self.machine.cost.bind_s
-        instance = self._instances[action.spec.instance_id]
+        instance = self._bound_to[action.engine_id] = self._instances[action.spec.instance_id]
         self._schedule(bind_s, self._bound, instance, action.engine_id, bind_s, self._core)
 
     def _bound(self, instance: _Instance, engine_id: EngineId, bind_s: Seconds, core: NodeCore) -> None:
@@ -244,6 +252,38 @@ class SimulatedNode:
     def _open_if_ready(self, instance: _Instance) -> None:
         if instance.is_filled and instance.is_bound:
             instance.engine.open()
+            self._settle_later(instance)
+
+    def _unbind(self, action: act.UnbindEngine) -> None:
+        instance = self._bound_to.pop(action.engine_id)
+        busy_s = max(0.0, instance.busy_until - self._clock())
+        instance.is_settled = True  # or never
+        self._later(busy_s + self.machine.cost.stop_s, ev.EngineUnbound(action.engine_id))
+
+    def _compute(
+        self, instance_id: InstanceId, seconds: Seconds, done: Callable[..., None], *arguments: object
+    ) -> None:
+        """Compute a step, after what the engine may be doing of its own."""
+        instance = self._instances.get(instance_id)
+        busy_s = instance.busy_until - self._clock() if instance is not None else 0.0
+        if busy_s > 0.0:
+            self._schedule(busy_s, self._cores.compute, seconds, done, *arguments)
+        else:
+            self._cores.compute(seconds, done, *arguments)
+
+    def _settle_later(self, instance: _Instance) -> None:
+        if (
+            self._models[instance.spec.digest].settle_s
+            and not instance.is_settled
+            and not instance.engine.num_sequences
+        ):
+            self._schedule(_SETTLES_AFTER_S, self._settle, instance, instance.num_submitted)
+
+    def _settle(self, instance: _Instance, num_submitted: int) -> None:
+        is_idle = num_submitted == instance.num_submitted and not instance.engine.num_sequences
+        if is_idle and not instance.is_settled:
+            instance.is_settled = True
+            instance.busy_until = self._clock() + self._models[instance.spec.digest].settle_s
 
     def _release(self, action: act.ReleaseCheckpoint) -> None:
         instance = self._instances[action.instance_id]
@@ -266,6 +306,8 @@ class SimulatedNode:
 
     def _emptied(self, instance_id: InstanceId) -> None:
         instance = self._instances.get(instance_id)
+        if instance is not None:
+            self._settle_later(instance)
         if instance is not None and instance.is_draining and not instance.engine.num_sequences:
             instance.is_draining = False
             self._later(0.0, ev.Drained(instance_id))

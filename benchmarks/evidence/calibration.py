@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.evidence import calibration_page
-from benchmarks.evidence.calibration_journal import SIX, Lived, read_lived
+from benchmarks.evidence.calibration_journal import SIX, Lived, keep, read_lived
 from nearline.client import AsyncClient
 from nearline.client.commands.up import when_ready
 from nearline.client.platform import PlatformConfig, running_platform
@@ -105,10 +105,13 @@ async def ask(client: AsyncClient, name: str, options: dict[str, Any]) -> None:
 
 
 async def warm_up(client: AsyncClient, num_slots: int) -> None:
-    """Lone requests, then six at once, of every model: what the way to an engine and its steps cost beside it. Then
-    starts as the load has them: a processor and caches that had nothing to do make a start slower."""
+    """Lone requests, then six at once, of every model: what the way to an engine and its steps cost beside it, the
+    second one when an engine without work is busy with itself. Then traffic as the load's, with starts as it has
+    them: a processor and caches that had nothing to do make a start slower."""
     stream = Random(5)
     for name in [name for _ in range(3) for name in RATES]:
+        await ask(client, name, {"prompt": _text(stream), **_fixed(4)})
+        await asyncio.sleep(1.05)
         await ask(client, name, {"prompt": _text(stream), **_fixed(4)})
         for _ in range(3):
             await asyncio.sleep(stream.expovariate(sum(RATES.values())))
@@ -133,8 +136,8 @@ async def play(client: AsyncClient, calls: list[tuple[float, str, dict[str, Any]
     return begun_at
 
 
-async def live(models: dict[str, Path], work: Path, minutes: float, num_slots: int) -> Lived:
-    """Run the load for real."""
+async def live(models: dict[str, Path], work: Path, minutes: float, num_slots: int) -> Path:
+    """Run the load for real. Returns the directory of the journal."""
     profiles: dict[str, StepProfile] = {}
     config = PlatformConfig(data_dir=work / "data", port=0, agent_args=("--slots", str(num_slots), "--prewarm", "1"))
     async with running_platform(config, lambda line: None) as platform, AsyncClient(platform.url) as client:
@@ -151,7 +154,9 @@ async def live(models: dict[str, Path], work: Path, minutes: float, num_slots: i
         await warm_up(client, num_slots)
         begun_at = await play(client, schedule(60.0 * minutes, seed=11))
         await asyncio.sleep(0.5)
-    return read_lived(work / "data" / "controller" / "journal", profiles, begun_at)
+    journal = work / "data" / "controller" / "journal"
+    keep(journal, profiles, begun_at)
+    return journal
 
 
 def main(arguments: Sequence[str]) -> Path:
@@ -159,22 +164,23 @@ def main(arguments: Sequence[str]) -> Path:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--slots", type=int, default=1, help="how many instances at once, on the same cores")
     parser.add_argument("--gguf", type=Path, default=ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="also keep what was measured, to simulate it again")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="simulate a run that was kept, without a live one")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="also keep the journal, to simulate it again")
+    parser.add_argument("--again", type=Path, metavar="DIR", help="simulate a run that was kept, without a live one")
     options = parser.parse_args(arguments)
     if options.again is not None:
-        lived = Lived.kept(options.again)
-        return calibration_page.write(lived, f"{_command(lived)} --keep FILE; simulated anew with --again FILE")
+        lived = read_lived(options.again)
+        return calibration_page.write(lived, f"{_command(lived)} --keep DIR; simulated anew with --again DIR")
     work = Path(tempfile.mkdtemp(prefix="nearline-calibration-"))
     try:
         gguf = options.gguf.resolve()
         subprocess.run([sys.executable, "-c", MAKE, str(gguf), str(work), json.dumps(SHAPES)], check=True)
         models = {"smol": gguf, **{name: work / name for name in SHAPES}}
-        lived = asyncio.run(live(models, work, options.minutes, options.slots))
+        journal = asyncio.run(live(models, work, options.minutes, options.slots))
+        if options.keep is not None:
+            shutil.copytree(journal, options.keep, dirs_exist_ok=True)
+        lived = read_lived(journal)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    if options.keep is not None:
-        lived.save(options.keep)
     return calibration_page.write(lived, _command(lived))
 
 

@@ -1,6 +1,6 @@
 """What a live run's journal says: when requests came and were answered, which starts there were, and their costs."""
 
-import pickle
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,9 +18,20 @@ from nearline.controller.events import (
     SequenceEnded,
 )
 from nearline.controller.journal import read
-from nearline.protocol import InstanceId, InstanceState, InstanceStatus, ModelId, ModelSpec, NodeReport, StepProfile
+from nearline.protocol import (
+    InstanceId,
+    InstanceState,
+    InstanceStatus,
+    ModelId,
+    ModelSpec,
+    NodeReport,
+    StepProfile,
+    from_plain,
+    to_plain,
+)
 from nearline.simulator.report import summary
 
+BESIDE = "calibration.json"
 SIX = 6
 """How many requests of one model the warm-up sends at once."""
 
@@ -123,26 +134,44 @@ class Lived:
         starts = (start for start in self.starts if start.model_id == answer.info.model_id)
         return next((s for s in starts if answer.arrived_at <= s.loading_at <= answer.first_at), None)
 
+    def last_end(self, before: float) -> float | None:
+        """When a request was last under way."""
+        return max((answer.ended_at for answer in self.answers if answer.ended_at < before), default=None)
+
+    def first_rest_s(self, answer: Answer) -> float | None:
+        """How long its instance had had no work before this request, if for the first time so long as a second."""
+        starts = [start for start in self.starts if start.ready_at and start.ready_at < answer.arrived_at]
+        if not starts or starts[-1].model_id != answer.info.model_id:
+            return None
+        since = starts[-1].ready_at
+        own = [a for a in self.answers if a.info.model_id == answer.info.model_id and a.ended_at > since]
+        for one in sorted(own, key=lambda a: a.arrived_at):
+            if one.arrived_at - since >= 1.0:
+                return answer.arrived_at - since if one is answer else None
+            since = max(since, one.ended_at)
+        return None
+
     def bind_s(self, model_id: ModelId) -> float:
         """From the grant of a slot to the first possible step, of a start from DRAM by a warm process."""
         times = [s.ready_at - s.loading_at for s in self.starts
                  if s.model_id == model_id and s.ready_at and s.loading_at < self.begun_at]  # fmt: skip
         return median(times)
 
-    def save(self, path: Path) -> None:
-        path.write_bytes(pickle.dumps(self))
 
-    @staticmethod
-    def kept(path: Path) -> "Lived":
-        found: Lived = pickle.loads(path.read_bytes())
-        return found
+def keep(directory: Path, profiles: dict[str, StepProfile], begun_at: float) -> None:
+    """Put beside the journal what it does not say, so that `read_lived` needs nothing else."""
+    beside = {"begun_at": begun_at, "profiles": {name: to_plain(profile) for name, profile in profiles.items()}}
+    (directory / BESIDE).write_text(json.dumps(beside, indent=1) + "\n")
 
 
-def read_lived(directory: Path, profiles: dict[str, StepProfile], begun_at: float) -> Lived:
-    """Read the only series of a journal directory."""
+def read_lived(directory: Path) -> Lived:
+    """Read the only series of a journal directory, and what `keep` put beside it."""
+    beside = json.loads((directory / BESIDE).read_text())
+    profiles = {name: from_plain(StepProfile, profile) for name, profile in beside["profiles"].items()}
     files = sorted(directory.glob("*.journal"))
     header, _ = read(files[0])
-    return lived_of(header.config, (each for file in files for each in read(file)[1]), profiles, begun_at)
+    events = (each for file in files for each in read(file)[1])
+    return lived_of(header.config, events, profiles, beside["begun_at"])
 
 
 def lived_of(

@@ -10,6 +10,8 @@ from nearline.protocol import Digest, ModelId, NodeId, StepTimeModel, Tier
 from nearline.simulator import Arrival, Call, Machine, SimulatedModel, SimulatedNode, Simulation, paced, stepped
 from nearline.simulator.cost_model import CostModel
 
+REST_S, MOST_SETTLE_S, PROBE_S = 1.0, 0.4, 0.2
+"""An engine is busy with itself once per bind, after this rest; for how long at most; who asks so soon sees it all."""
 Costs = tuple[Machine, dict[Digest, SimulatedModel]]
 
 
@@ -40,7 +42,9 @@ def machine_of(lived: Lived) -> Costs:
         steps = steps_of(lived, model_id)
         binds_s = tuple(max(0.0, first - cost.hop_s) for first in first_steps_s(lived, model_id, steps))
         digest, num_bytes = spec.checkpoint.digest, spec.checkpoint.num_bytes
-        models[digest] = SimulatedModel(num_bytes=num_bytes, steps=steps, binds_s=binds_s)
+        models[digest] = SimulatedModel(
+            num_bytes=num_bytes, steps=steps, binds_s=binds_s, settle_s=settle_s(lived, model_id)
+        )
     return machine, models
 
 
@@ -82,17 +86,34 @@ def lone(lived: Lived) -> list[Answer]:
     return [answer for answer in answers if not num_beside(answer, answers)]
 
 
-def beyond_s(lived: Lived, model_id: ModelId) -> list[float]:
-    """What the first tokens of lone warm requests took beyond the profile's prefill."""
+def warm(lived: Lived, model_id: ModelId) -> list[tuple[float, float | None]]:
+    """What the first tokens of lone requests took beyond the profile's prefill, where an instance was there; and how
+    long it had been without work, if that was its first rest of at least a second."""
     steps = lived.profiles[model_id].model
-    return [a.ttft_s - steps.prefill_s(a.info.num_prompt_tokens) for a in lone(lived)
-            if a.info.model_id == model_id and lived.start_of(a) is None]  # fmt: skip
+    return [(a.ttft_s - steps.prefill_s(a.info.num_prompt_tokens), lived.first_rest_s(a))
+            for a in lone(lived) if a.info.model_id == model_id and lived.start_of(a) is None]  # fmt: skip
+
+
+def beyond_s(lived: Lived, model_id: ModelId) -> float:
+    """The mean of it, for means are compared, where the engine did nothing of its own."""
+    return fmean(seconds for seconds, rest_s in warm(lived, model_id) if not may_settle(rest_s))
+
+
+def may_settle(rest_s: float | None) -> bool:
+    return rest_s is not None and REST_S <= rest_s < REST_S + MOST_SETTLE_S
+
+
+def settle_s(lived: Lived, model_id: ModelId) -> float:
+    """For how long an engine is busy with itself once it has rested: from those whom it kept waiting, or could have."""
+    usual_s = beyond_s(lived, model_id)
+    found = [rest_s - REST_S + seconds - usual_s for seconds, rest_s in warm(lived, model_id)
+             if rest_s is not None and REST_S <= rest_s < REST_S + PROBE_S]  # fmt: skip
+    return max(0.0, fmean(found)) if found else 0.0
 
 
 def hop_s(lived: Lived) -> float:
-    """What lies between the front door and an engine, there and back, whichever the model: the mean, for a mean is
-    compared."""
-    return max(0.0, fmean(fmean(beyond_s(lived, model_id)) for model_id in lived.specs))
+    """What the models have in common of it: the way through the front door and the links."""
+    return max(0.0, min(beyond_s(lived, model_id) for model_id in lived.specs))
 
 
 def steps_of(lived: Lived, model_id: ModelId) -> StepTimeModel:
@@ -105,7 +126,7 @@ def steps_of(lived: Lived, model_id: ModelId) -> StepTimeModel:
     per_sequence = max((six - one) / (SIX - 1), -steps.decode_per_sequence_s)
     return replace(
         steps,
-        prefill_base_s=max(0.0, steps.prefill_base_s + fmean(beyond_s(lived, model_id)) - hop_s(lived)),
+        prefill_base_s=steps.prefill_base_s + beyond_s(lived, model_id) - hop_s(lived),
         decode_base_s=max(0.0, steps.decode_base_s + one - per_sequence),
         decode_per_sequence_s=steps.decode_per_sequence_s + per_sequence,
     )
@@ -118,9 +139,15 @@ def _beyond_decode_s(answer: Answer, steps: StepTimeModel, num_sequences: int) -
 
 def stop_s(lived: Lived) -> float:
     """From a request that needs the slot to its next start, where an idle instance had to stop first."""
-    draining = [start.draining_at for start in lived.starts if start.draining_at is not None]
-    starts = [(answer.arrived_at, start.loading_at) for answer in lone(lived) if (start := lived.start_of(answer))]
-    return fmean(until - since for since, until in starts if any(since <= at <= until for at in draining))
+    found = []
+    for answer in lone(lived):
+        start = lived.start_of(answer)
+        last = lived.last_end(answer.arrived_at)
+        if start is None or last is None or may_settle(answer.arrived_at - last):
+            continue
+        if any(s.draining_at and answer.arrived_at <= s.draining_at <= start.loading_at for s in lived.starts):
+            found.append(start.loading_at - answer.arrived_at)
+    return fmean(found)
 
 
 def slowdown_beside(lived: Lived) -> float:
@@ -152,7 +179,7 @@ def described(lived: Lived, machine: Machine, models: dict[Digest, SimulatedMode
     """What the simulation is given, in words."""
     cost = machine.cost
     rows = [f"front door to engine and back {1e3 * cost.hop_s:.1f} ms; an idle instance makes way in "
-            f"{1e3 * cost.stop_s:.0f} ms; a process warms up in {cost.process_s:.1f} s"]  # fmt: skip
+            f"{1e3 * cost.stop_s:.1f} ms; a process warms up in {cost.process_s:.1f} s"]  # fmt: skip
     if machine.num_slots > 1:
         rows[0] += f"; beside another one that computes, a step takes {100 * machine.slowdown_beside:.0f} % more"
     for model_id, spec in lived.specs.items():
@@ -164,7 +191,8 @@ def described(lived: Lived, machine: Machine, models: dict[Digest, SimulatedMode
             f"token (profile: {1e3 * base.prefill_base_s:.1f} ms), decode {1e3 * steps.decode_base_s:.1f} ms + "
             f"{1e3 * steps.decode_per_sequence_s:.2f} ms per sequence (profile: {1e3 * base.decode_base_s:.1f} + "
             f"{1e3 * base.decode_per_sequence_s:.2f}); {len(made.binds_s)} starts, taken in turn: "
-            f"{1e3 * fmean(made.binds_s):.0f} ms to the first step, {1e3 * max(made.binds_s):.0f} at most"
+            f"{1e3 * fmean(made.binds_s):.0f} ms to the first step, {1e3 * max(made.binds_s):.0f} at most; busy with "
+            f"itself once per start, after a second without work: {1e3 * made.settle_s:.0f} ms"
         )
     return rows
 

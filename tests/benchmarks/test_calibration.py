@@ -56,6 +56,7 @@ def arrivals() -> Iterator[Arrival]:
         if at > 180.0:
             break
         yield Arrival(at, name, 40, 4)
+        yield Arrival(at + 1.15, name, 40, 4)
         yield Arrival(at + 2.0, name, 60, 30)
         yield Arrival(at + 4.0, name, 50, 30)
         yield from (Arrival(at + 6.0, name, 40, 30) for _ in range(SIX))
@@ -76,7 +77,9 @@ def run(num_slots: int = 1, slowdown_beside: float = 0.0) -> Lived:
     pairs = [
         pair
         for index, name in enumerate(MODELS)
-        for pair in add_models(name, 1, SimulatedModel(num_bytes=10**8, steps=STREAMING, binds_s=(0.02, 0.01 * index)))
+        for pair in add_models(
+            name, 1, SimulatedModel(num_bytes=10**8, steps=STREAMING, binds_s=(0.02, 0.01 * index), settle_s=0.2)
+        )
     ]
     models = {spec.checkpoint.digest: model for spec, model in pairs}
     node = SimulatedNode(NodeId("n"), machine, models, stepped)
@@ -98,6 +101,7 @@ def test_what_the_warm_up_shows_is_what_the_machine_costs(lived: Lived) -> None:
     machine, models = machine_of(lived)
     assert machine.cost.stop_s == pytest.approx(0.015, abs=0.001)
     for model in models.values():
+        assert model.settle_s == pytest.approx(0.2, abs=0.01)
         assert model.steps is not None
         first_s = machine.cost.hop_s + model.steps.prefill_s(50)
         assert first_s == pytest.approx(0.004 + STREAMING.prefill_s(50), rel=0.02), "wherever it is spent"

@@ -36,6 +36,8 @@ class PlaceDesk:
             self._settle_adapters(model, now)
         if model.num_running:
             self._take_back(model, now)
+        if model.queue.num_waiting > 1 and model.queue.late_from < now:
+            model.queue.set_aside(self._lead_s(model), now)
         while model.queue.num_waiting:
             instances = [i for i in model.instances.values() if dispatch.has_room(i, now, self._config)]
             if not instances or not self._fill_one(model, instances, now):
@@ -44,6 +46,11 @@ class PlaceDesk:
             self._give_way(model, now)
         elif len(model.instances) > 1:
             self._balance(model, now)
+
+    def _lead_s(self, model: ModelRecord) -> Seconds:
+        """How long before its due date a request must be sent as the next one, to be in time nearly always."""
+        wait = model.waits.estimate({}, model.num_running, model.num_places)
+        return 0.0 if wait is None else wait.quantile_s(eviction.QUANTILE)
 
     def _settle_adapters(self, model: ModelRecord, now: Seconds) -> None:
         """Choose which instances are home to which adapters: at intervals, and when either come or go."""
@@ -77,11 +84,14 @@ class PlaceDesk:
 
     def _give_way(self, model: ModelRecord, now: Seconds) -> None:
         """Interrupt answers of looser classes for waiting requests that would be late; look again when one would."""
+        ahead: dict[int, float] = {}
         for request in model.queue.candidates(now):
             if rank(request.info.slo.slo_class) == _LOOSEST or dispatch.is_suspect(request, self._config):
                 return
-            wait = model.waits.estimate({}, model.num_running, model.num_places)
-            wait = None if wait is None else model.waits.calibrated(wait)
+            if request.is_late:
+                return
+            wait = model.waits.estimate(ahead, model.num_running, model.num_places)
+            ahead[request.length_bucket] = ahead.get(request.length_bucket, 0.0) + 1.0
             risk_at = eviction.at_risk_at(request.due_at, request.target_s, wait)
             if now < risk_at:
                 self._agenda.timers.set(("places", model.name), risk_at)

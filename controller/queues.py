@@ -2,7 +2,8 @@
 
 Between SLO classes the one that is due first goes first; inside a class tenants share by virtual token counters;
 inside a tenant the shortest predicted goes first, within a stated bound; and one tenant's requests of one group are
-first in, first out. A group that drains keeps its place, so requests that refill it are never unreachable. Lost
+first in, first out. Requests that are late stand in groups of their own and are due a second time
+(policy/lateness.py). A group that drains keeps its place, so requests that refill it are never unreachable. Lost
 requests come back to where their arrival puts them.
 Source: [qlm] request groups and virtual queues; its public artifact forgets a drained group, ours does not.
 """
@@ -15,19 +16,22 @@ from typing import NamedTuple
 from nearline.controller.config import target_s
 from nearline.controller.events import RequestInfo
 from nearline.controller.policy.fairness import VirtualCounters
-from nearline.controller.policy.prediction import Features, shortest_first
+from nearline.controller.policy.lateness import SECOND_TARGETS, in_turn, is_too_late, late_from
+from nearline.controller.policy.prediction import Features
 from nearline.controller.policy.waiting import Wait
 from nearline.protocol import Digest, InstanceId, ModelId, RequestId, Seconds, SloClass, TenantId
 
 
 class GroupKey(NamedTuple):
-    """Requests that are alike to the planner: same model version, adapter, SLO class and predicted length."""
+    """Requests that are alike to the planner: same model version, adapter, SLO class and predicted length, all of
+    them in time or none."""
 
     model_id: ModelId
     digest: Digest
     adapter_digest: Digest | None
     slo_class: SloClass
     length_bucket: int
+    is_late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +39,11 @@ class RequestRecord:
     """One request from arrival to end. Waits in its group while `instance_id` is None, else runs there.
 
     `order` is its place among all arrivals; `num_fruitless` counts crashes in a row that it saw without a token.
-    `predicted_tokens`, `length_bucket` and so `group_key` stay as they were at its arrival; `charged_tokens` are the
-    output tokens its tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival,
+    `predicted_tokens` and `length_bucket` stay as they were at its arrival, and so does `group_key` unless it becomes
+    late: it waited until its first token could not be in time any more. `charged_tokens` are the output tokens its
+    tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival,
     before calibration. `evicted_at`: it gave its place in its instance to another then, and will go on there.
+    `is_beside_replica`: the company it had on its device when its answer began (policy/scaling.py).
     """
 
     info: RequestInfo
@@ -60,6 +66,8 @@ class RequestRecord:
     evicted_at: Seconds | None = None
     num_evictions: int = 0
     num_moves: int = 0
+    is_late: bool = False
+    is_beside_replica: bool | None = None
 
     @property
     def target_s(self) -> Seconds:
@@ -69,6 +77,11 @@ class RequestRecord:
     def due_at(self) -> Seconds:
         """When its first token is due."""
         return self.arrived_at + target_s(self.info.slo)
+
+    @property
+    def next_due_at(self) -> Seconds:
+        """The date it goes by now: once it is late, the second one."""
+        return self.arrived_at + SECOND_TARGETS * self.target_s if self.is_late else self.due_at
 
     @property
     def features(self) -> Features:
@@ -83,8 +96,13 @@ class RequestRecord:
     def group_key(self) -> GroupKey:
         if self.known_key is None:
             info, bucket = self.info, self.length_bucket
-            self.known_key = GroupKey(info.model_id, self.digest, info.adapter_digest, info.slo.slo_class, bucket)
+            alike = (info.model_id, self.digest, info.adapter_digest, info.slo.slo_class, bucket)
+            self.known_key = GroupKey(*alike, self.is_late)
         return self.known_key
+
+    def set_late(self, is_late: bool) -> None:
+        """Note that it became late, or that it is not any more: it has a token. Only while it waits nowhere."""
+        self.is_late, self.known_key = is_late, None
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +161,8 @@ class VirtualQueue:
         self.groups: dict[GroupKey, RequestGroup] = {}
         self.busy_groups: dict[GroupKey, RequestGroup] = {}
         self.num_waiting = 0
+        self.late_from: Seconds = float("inf")
+        """Nobody who waits in time becomes late before."""
         self._num_places = 0
         self._counters = {slo_class: VirtualCounters(weights) for slo_class in SloClass}
 
@@ -151,6 +171,13 @@ class VirtualQueue:
         return self._counters[slo_class]
 
     def push(self, request: RequestRecord) -> None:
+        self._join_group(request)
+        self.num_waiting += 1
+        self._counters[request.info.slo.slo_class].enter(request.info.tenant)
+        if request.first_token_at is None and not request.is_late:
+            self.late_from = min(self.late_from, late_from(request.due_at, request.target_s))
+
+    def _join_group(self, request: RequestRecord) -> None:
         key = request.group_key
         group = self.groups.get(key)
         if group is None:
@@ -158,8 +185,12 @@ class VirtualQueue:
             self._num_places += 1
         group.add(request)
         self.busy_groups[key] = group
-        self.num_waiting += 1
-        self._counters[key.slo_class].enter(request.info.tenant)
+
+    def _leave_group(self, request: RequestRecord) -> None:
+        group = self.groups[request.group_key]
+        group.remove(request)
+        if not group.waiting:
+            del self.busy_groups[group.key]
 
     def has(self, request: RequestRecord) -> bool:
         group = self.busy_groups.get(request.group_key)
@@ -167,12 +198,28 @@ class VirtualQueue:
 
     def remove(self, request: RequestRecord) -> None:
         """Take a waiting request out. Raises KeyError if it does not wait here."""
-        group = self.groups[request.group_key]
-        group.remove(request)
+        self._leave_group(request)
         self.num_waiting -= 1
-        self._counters[group.key.slo_class].leave(request.info.tenant)
-        if not group.waiting:
-            del self.busy_groups[group.key]
+        self._counters[request.info.slo.slo_class].leave(request.info.tenant)
+
+    def set_aside(self, lead_s: Seconds, now: Seconds) -> None:
+        """Move those who cannot be in time any more, though they were the next, into the groups of the late ones."""
+        self.late_from = float("inf")
+        for group in [group for group in self.busy_groups.values() if not group.key.is_late]:
+            for tenant in list(group.lines):
+                self._set_aside(group, tenant, lead_s, now)
+
+    def _set_aside(self, group: RequestGroup, tenant: TenantId, lead_s: Seconds, now: Seconds) -> None:
+        while tenant in group.lines:
+            head = next(iter(group.lines[tenant].values()))
+            if head.first_token_at is not None:
+                return  # its promise is kept or broken already
+            if not is_too_late(head.due_at, head.target_s, lead_s, now):
+                self.late_from = min(self.late_from, late_from(head.due_at, head.target_s))
+                return
+            self._leave_group(head)
+            head.set_late(True)
+            self._join_group(head)
 
     def charge(self, request: RequestRecord) -> None:
         """Charge a request that begins to run: its prompt, and the answer that is expected of it; once in its life."""
@@ -195,7 +242,7 @@ class VirtualQueue:
 
     def ordered_groups(self) -> list[RequestGroup]:
         """Groups with waiting requests, the one whose head is due first in front; ties keep the groups' places."""
-        return sorted(self.busy_groups.values(), key=lambda group: (group.head().due_at, group.place))
+        return sorted(self.busy_groups.values(), key=lambda group: (group.head().next_due_at, group.place))
 
     def candidates(self, now: Seconds) -> Iterator[RequestRecord]:
         """Yield the head of every line in the order in which they should run; all others wait behind one of them."""
@@ -211,13 +258,13 @@ class VirtualQueue:
                 for tenant, head in group.heads():
                     heads.setdefault(tenant, []).append(head)
             for tenant in self._counters[slo_class].order(heads):
-                yield from shortest_first(heads[tenant], now)
+                yield from in_turn(heads[tenant], now)
 
     def ahead_of(self, request: RequestRecord) -> dict[int, float]:
         """Estimate how many requests of each length bucket run before a new one, if the queue were to stay as it is.
 
-        All of classes that are due before it; of its own class those of its tenant that are not longer, and of each
-        other tenant as many as its turns come to meanwhile.
+        All of classes that are due before it; of its own class those of its tenant that are late or not longer, and of
+        each other tenant as many as its turns come to meanwhile.
         """
         ahead: dict[int, float] = {}
         if not self.num_waiting:
@@ -232,10 +279,11 @@ class VirtualQueue:
         for group in self.busy_groups.values():
             bucket, count = group.key.length_bucket, 0.0
             if group.key.slo_class is not slo_class:
-                count = float(len(group.waiting)) if group.head().due_at <= due_at else 0.0
+                count = float(len(group.waiting)) if group.head().next_due_at <= due_at else 0.0
             else:
                 for name, line in group.lines.items():
-                    share = float(bucket <= request.length_bucket) if name == tenant else min(1.0, turns / totals[name])
+                    is_before = bucket <= request.length_bucket or group.key.is_late
+                    share = float(is_before) if name == tenant else min(1.0, turns / totals[name])
                     count += share * len(line)
             if count:
                 ahead[bucket] = ahead.get(bucket, 0.0) + count

@@ -7,6 +7,7 @@ from nearline.controller.estimate import retry_after_s, start_s
 from nearline.controller.events import RequestInfo, SequenceEnded
 from nearline.controller.policy import admission
 from nearline.controller.policy.prediction import bucket_of
+from nearline.controller.policy.scaling import is_beside_replica
 from nearline.controller.policy.waiting import MIN_ANSWERS, Wait
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
@@ -98,6 +99,10 @@ class RequestDesk:
         model = self._fleet.model_of(request)
         if request.first_token_at is None:
             request.first_token_at = now
+            if model.spec.max_replicas > 1:
+                request.is_beside_replica = is_beside_replica(self._fleet.instances[request.instance_id])
+            if request.is_late:
+                request.set_late(False)
             if request.raw_wait is not None and request.attempt == 1:
                 model.waits.observed(request.raw_wait, now - request.arrived_at)
             if model.num_running <= model.num_places:
@@ -133,14 +138,14 @@ class RequestDesk:
             self._lost(request, is_blamed, error, now)
 
     def _note_pace(self, request: RequestRecord, num_tokens: int, now: Seconds) -> None:
-        """Learn how fast a model's sequences are beside busy instances on their device, and without."""
+        """Learn how fast a model's sequences are beside a busy replica on their device, and without anybody."""
         if request.first_token_at is None or request.instance_id is None or request.num_evictions:
             return
         instance = self._fleet.instances[request.instance_id]
-        index = instance.spec.device_index
-        others = [i for i in instance.node.instances.values() if i is not instance and i.spec.device_index == index]
-        pace_s = (now - request.first_token_at) / (num_tokens - 1)
-        instance.model.sharing.note(pace_s, any(other.in_flight for other in others))
+        is_shared = is_beside_replica(instance)
+        if is_shared is not None and is_shared == request.is_beside_replica:
+            pace_s = (now - request.first_token_at) / (num_tokens - 1)
+            instance.model.sharing.note(pace_s, len(instance.in_flight) - instance.num_evicted, is_shared)
 
     def expired(self, request_id: RequestId, now: Seconds) -> None:
         """End a request whose deadline has passed, or that waited too long for an instance."""

@@ -1,7 +1,9 @@
 """How many replicas the traffic of a model keeps busy, and whether two on one device serve more than one. Pure.
 
 Demand is arrivals per second over the last half minute or so, times the time a request holds a place (Little's law).
-Whether replicas may share a device is measured: their pace while the other works, against their pace alone.
+Whether replicas may share a device is measured: the pace of answers beside one busy replica of the same model, against
+that of answers alone on the device, each while about as many ran in their own instance. Answers beside anything else,
+or whose company changed on the way, count for neither: they would blame a replica for what other models take.
 """
 
 from dataclasses import dataclass, field
@@ -35,17 +37,26 @@ class Demand:
 
 @dataclass(slots=True)
 class Sharing:
-    """Seconds per token of a model's sequences, with its device to itself and while other instances worked there."""
+    """Seconds per token of a model's sequences with its device to itself, and beside one replica that worked, too; by
+    the number that ran in their own instance, to the next power of two: larger batches are slower by themselves."""
 
-    alone: Moments = field(default_factory=Moments)
-    shared: Moments = field(default_factory=Moments)
+    alone: dict[int, Moments] = field(default_factory=dict)
+    shared: dict[int, Moments] = field(default_factory=dict)
 
-    def note(self, pace_s: Seconds, is_shared: bool) -> None:
-        (self.shared if is_shared else self.alone).add(pace_s)
+    def note(self, pace_s: Seconds, num_running: int, is_shared: bool) -> None:
+        rows, size = self.shared if is_shared else self.alone, num_running.bit_length()
+        if size not in rows:
+            rows[size] = Moments()
+        rows[size].add(pace_s)
 
     @property
     def gain(self) -> float | None:
-        """Throughput of two instances on one device over that of one; None until both were seen often enough."""
-        if min(self.alone.weight, self.shared.weight) < _MIN_PACES or not self.shared.mean:
-            return None
-        return 2.0 * self.alone.mean / self.shared.mean
+        """Throughput of two instances on one device over that of one with as many sequences each; None until sizes were
+        seen often enough both ways."""
+        total, weight = 0.0, 0.0
+        for size, alone in self.alone.items():
+            shared = self.shared.get(size)
+            if shared is not None and shared.mean > 0.0:
+                both = min(alone.weight, shared.weight)
+                total, weight = total + both * 2.0 * alone.mean / shared.mean, weight + both
+        return total / weight if weight >= _MIN_PACES else None

@@ -17,14 +17,14 @@ from nearline.controller.policy.views import InstanceView, RunningView
 from nearline.controller.policy.waiting import Wait
 from nearline.protocol import Seconds
 
-_QUANTILE = 0.9
+QUANTILE = 0.9
 _FRACTION_UNKNOWN = 0.5
 """Part of its target that a request waits before others give way, while nothing is known of waits."""
 
 
 def at_risk_at(due_at: Seconds, target: Seconds, wait: Wait | None) -> Seconds:
     """Say when a waiting request will be late unless somebody gives way: its target less a wait it may well have."""
-    return due_at - (_FRACTION_UNKNOWN * target if wait is None else min(wait.quantile_s(_QUANTILE), target))
+    return due_at - (_FRACTION_UNKNOWN * target if wait is None else min(wait.quantile_s(QUANTILE), target))
 
 
 def victim(

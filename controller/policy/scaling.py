@@ -94,6 +94,15 @@ def residence_ends_at(instance: InstanceView, config: CoreConfig, max_wait_s: Se
     return instance.loaded_at + min(config.residence_factor * swap_s, max_wait_s)
 
 
+def is_beside_replica(instance: InstanceView) -> bool | None:
+    """Whether one replica of its model, and nobody else, is busy beside an instance on its device; None: others are."""
+    node, index = instance.node, instance.spec.device_index
+    busy = [i for i in node.instances.values() if i is not instance and i.spec.device_index == index and i.in_flight]
+    if not busy:
+        return False
+    return True if len(busy) == 1 and busy[0].model is instance.model else None
+
+
 def backoff_s(num_failures: int, config: CoreConfig) -> Seconds:
     """Pause before the next start after `num_failures` failed ones in a row."""
     return min(config.start_backoff_max_s, config.start_backoff_s * 2.0 ** (num_failures - 1))

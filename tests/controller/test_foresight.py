@@ -1,8 +1,11 @@
 """Foresight in a world of honest agents: preloads, forecasts, spare replicas, devices that are shared badly."""
 
+import pytest
+
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
+from nearline.controller.policy.demand import Sharing
 from nearline.protocol import DeviceInfo
 from tests.controller.fleets import GB, MAX_RUNNING, World, model, report, resident, world
 
@@ -107,13 +110,76 @@ def test_a_device_that_two_replicas_share_badly_gets_no_second_one() -> None:
         record = w.core.fleet.current_model("a")  # type: ignore[arg-type]
         assert record is not None
         for _ in range(10 if gain else 0):
-            record.sharing.note(0.01, is_shared=False)
-            record.sharing.note(2 * 0.01 / (gain or 1.0), is_shared=True)
+            record.sharing.note(0.01, 4, is_shared=False)
+            record.sharing.note(2 * 0.01 / (gain or 1.0), 4, is_shared=True)
         for n in range(5 * MAX_RUNNING):
             w.arrive(f"r{n}")
         w.start_all()
         w.start_all()
         assert len(w.instances()) == expected, f"gain {gain}"
+
+
+def answers(w: World, model_id: str, serial: int, took_s: float, num: int = 10) -> None:
+    """One answer after another of `took_s` seconds between its first token and its third and last."""
+    for n in range(num):
+        name = f"{model_id}-{serial}-{n}"
+        w.arrive(name, model_id)
+        w.token(name)
+        w.sleep(took_s)
+        w.finish(name)
+
+
+def test_what_another_model_takes_of_a_device_is_not_held_against_replicas() -> None:
+    w = World(CoreConfig())
+    for name in ("a", "b"):
+        w.post(happened.ModelAdded(model(name, max_replicas=2)))
+    w.add_node(report("n1", 3, ["digest-of-a", "digest-of-b"]))
+    record = w.core.fleet.current_model("a")  # type: ignore[arg-type]
+    assert record is not None
+    w.arrive("first")
+    w.start_all()
+    w.token("first")
+    w.finish("first")
+    answers(w, "a", 1, 0.2)
+    w.arrive("b-long", "b")
+    w.start_all()
+    answers(w, "a", 2, 1.0)
+    assert record.sharing.gain is None, "five times slower beside a busy neighbour: that is the neighbour's"
+    w.token("b-long")
+    w.finish("b-long")
+    assert not record.sharing.shared
+
+
+def test_answers_that_two_replicas_give_at_once_on_one_device_are_its_shared_pace() -> None:
+    w = World(CoreConfig())
+    w.post(happened.ModelAdded(model("a", max_replicas=2)))
+    w.add_node(report("n1", 2, ["digest-of-a"]))
+    record = w.core.fleet.current_model("a")  # type: ignore[arg-type]
+    assert record is not None
+    for n in range(5 * MAX_RUNNING):
+        w.arrive(f"r{n}")
+    w.start_all()
+    w.start_all()
+    for name in sorted(w.running()):
+        w.token(name)
+    w.sleep(2.0)
+    for name in sorted(w.running())[:4]:
+        w.finish(name)
+    (row,) = record.sharing.shared.values()
+    assert (row.weight, row.mean) == (4.0, pytest.approx(2.0 / 2))
+    assert not record.sharing.alone
+
+
+def test_gain_compares_batches_of_like_size() -> None:
+    """Full batches alone, half empty ones beside a replica: what the smaller batch saves is not the device's gift."""
+    sharing = Sharing()
+    for _ in range(20):
+        sharing.note(0.04, 16, is_shared=False)
+        sharing.note(0.03, 4, is_shared=True)
+    assert sharing.gain is None, "a pooled mean would say 2.7"
+    for _ in range(20):
+        sharing.note(0.02, 4, is_shared=False)
+    assert sharing.gain == pytest.approx(2 * 0.02 / 0.03)
 
 
 def test_another_device_is_taken_instead() -> None:
@@ -124,7 +190,7 @@ def test_another_device_is_taken_instead() -> None:
     record = w.core.fleet.current_model("a")  # type: ignore[arg-type]
     assert record is not None
     for is_shared in [False, True] * 10:
-        record.sharing.note(0.02 if is_shared else 0.01, is_shared=is_shared)
+        record.sharing.note(0.02 if is_shared else 0.01, 4, is_shared=is_shared)
     for n in range(5 * MAX_RUNNING):
         w.arrive(f"r{n}")
     w.start_all()

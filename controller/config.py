@@ -74,6 +74,12 @@ class CoreConfig:
     """Times one answer may be interrupted by requests of stricter classes; 0: never. >= 0."""
     max_evicted_target_s: Seconds = 120.0
     """An interrupted answer goes on once it has waited `max_wait_fraction` of its target, or of this if less. > 0."""
+    max_moves: int = 3
+    """Times one request may move from one instance to another of its model; 0: never. >= 0."""
+    move_gap_s: Seconds = 10.0
+    """Least time between two moves of one request. > 0."""
+    memory_check_s: Seconds = 1.0
+    """How often it is estimated whether the memory of a model's instances suffices for what they were sent. > 0."""
     tenant_weights: tuple[tuple[TenantId, float], ...] = ()
     """Shares of tenants that wait for the same model; a tenant that is not listed weighs 1. Each > 0."""
 

@@ -60,8 +60,10 @@ class ControllerCore:
 
     def decisions(self) -> dict[str, int]:
         """How often the core did what callers do not see: plans made, bettered by a solver, answered too late by it;
-        answers that gave way, and requests that moved."""
-        return {**self._capacity.plans(), "evicted": self._places.num_evicted, "moved": self._places.num_moved}
+        answers that gave way, requests that moved, and those of them that migrated with tokens."""
+        moves = self._places.moves
+        made = {"evicted": self._places.num_evicted, "moved": moves.num_moved, "migrated": moves.num_migrated}
+        return {**self._capacity.plans(), **made}
 
     def check(self) -> None:
         """Assert the invariants of the fleet. Raises AssertionError."""

@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nearline.controller.policy.views import ModelView, NodeView
+from nearline.controller.policy.views import ModelView, NodeView, RunningView
 from nearline.protocol import Bytes, Digest, Seconds, Tier
 
 FALLBACK_BYTES_PER_S = 500e6
 """Assumed rate of a tier that a node reports bytes in but no bandwidth for: an ordinary SATA SSD."""
+_RESUMES_KEPT = 256.0
+_LEAST_RESUMES = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,54 @@ class StartEstimate:
     @property
     def total_s(self) -> Seconds:
         return self.queue_s + self.read_s + self.bind_s + self.process_s
+
+
+@dataclass(slots=True)
+class ResumeCost:
+    """What it takes one model to compute known tokens and come to the next: a·tokens + b, fitted to what first tokens
+    took when a place was free. Old ones fade.
+
+    Source: [serverlessllm] resume time of a migration by tokens; it fits a and b offline, this one learns them.
+    """
+
+    _weight: float = 0.0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _variance: float = 0.0
+    _covariance: float = 0.0
+
+    def note(self, num_tokens: float, seconds: Seconds) -> None:
+        """Learn from one first token, or from one resumed attempt's next."""
+        self._weight = weight = min(self._weight + 1.0, _RESUMES_KEPT)
+        step, tokens, rest = 1.0 / weight, num_tokens - self._tokens, seconds - self._seconds
+        self._tokens += step * tokens
+        self._seconds += step * rest
+        self._variance = (1.0 - step) * (self._variance + step * tokens * tokens)
+        self._covariance = (1.0 - step) * (self._covariance + step * tokens * rest)
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight >= _LEAST_RESUMES
+
+    def seconds(self, num_tokens: float) -> Seconds:
+        """Estimate the time to the next token of a request that has `num_tokens`, prompt and answer together."""
+        slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
+        base = self._seconds - slope * self._tokens
+        if base < 0.0:  # a line through the origin then
+            slope, base = self._seconds / max(1.0, self._tokens), 0.0
+        return base + slope * num_tokens
+
+
+def generated_tokens(request: RunningView, token_s: Seconds, now: Seconds) -> float:
+    """Estimate how many tokens a request has: what it brought, and the time it ran here over the time of a token.
+
+    Source: [serverlessllm] tokens of a running request, as its router estimates them.
+    """
+    if not request.has_token:
+        return request.num_kept
+    until = now if request.evicted_at is None else request.evicted_at
+    here = max(1.0, (until - request.dispatched_at) / token_s) if token_s > 0.0 else 1.0
+    return min(request.num_kept + here, float(request.info.max_tokens))
 
 
 def startup(node: NodeView, digest: Digest, num_bytes: Bytes, now: Seconds) -> StartEstimate:

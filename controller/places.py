@@ -1,14 +1,15 @@
 """Who gets the places of a model's instances: sent, moved, told to give way, and taken back. Pure.
 
 A request that waits here is sent where a place is free. When none is and it would be late, an answer of a looser class
-gives way inside its instance and goes on later (policy/eviction.py). When nobody waits here but somebody waits inside
-one instance while another has a place free, it moves (policy/balance.py).
+gives way inside its instance and goes on later (policy/eviction.py). Who waits inside one instance while another has a
+place free moves, or whoever can makes room for it (moves.py).
 """
 
-from nearline.controller.actions import AbortSequence, Dispatch, YieldPlace
+from nearline.controller.actions import Dispatch, YieldPlace
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
-from nearline.controller.policy import adapters, balance, dispatch, eviction
+from nearline.controller.moves import MoveDesk
+from nearline.controller.policy import adapters, dispatch, eviction
 from nearline.controller.policy.agreement import rank
 from nearline.controller.queues import RequestRecord
 from nearline.controller.requests import RequestDesk
@@ -26,7 +27,8 @@ class PlaceDesk:
         self._config = config
         self._agenda = agenda
         self._requests = requests
-        self.num_evicted, self.num_moved = 0, 0
+        self.moves = MoveDesk(fleet, config, agenda, requests)
+        self.num_evicted = 0
 
     def fill(self, model: ModelRecord, now: Seconds) -> None:
         """Send waiting requests to instances with places left, the one that is due first in front."""
@@ -44,8 +46,8 @@ class PlaceDesk:
                 break
         if model.queue.num_waiting:
             self._give_way(model, now)
-        elif len(model.instances) > 1:
-            self._balance(model, now)
+        if len(model.instances) > 1 and model.num_running:
+            self.moves.rearrange(model, now)
 
     def _lead_s(self, model: ModelRecord) -> Seconds:
         """How long before its due date a request must be sent as the next one, to be in time nearly always."""
@@ -133,15 +135,3 @@ class PlaceDesk:
     def _has_stricter(self, model: ModelRecord, request: RequestRecord) -> bool:
         strictness = rank(request.info.slo.slo_class)
         return any(rank(key.slo_class) < strictness for key in model.queue.busy_groups)
-
-    def _balance(self, model: ModelRecord, now: Seconds) -> None:
-        """Move what waits inside one instance to places that stand free in others."""
-        while (found := balance.move(list(model.instances.values()), now, self._config)) is not None:
-            request = self._fleet.requests[found.request.info.request_id]
-            source, target = self._fleet.instances[found.source_id], self._fleet.instances[found.target_id]
-            self.num_moved += 1
-            request.num_moves += 1
-            ids = (request.info.request_id, source.instance_id, source.node.node_id)
-            self._agenda.do(AbortSequence(*ids, f"it moves: {found.reason}"))
-            self._requests.withdrawn(request, now)
-            self._send(request, target, found.reason, now)

@@ -44,6 +44,7 @@ class RequestRecord:
     tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival,
     before calibration. `evicted_at`: it gave its place in its instance to another then, and will go on there.
     `is_beside_replica`: the company it had on its device when its answer began (policy/scaling.py).
+    `num_kept` estimates the tokens it brought into its present attempt, `held_s` sums the time that earlier ones ran.
     """
 
     info: RequestInfo
@@ -66,6 +67,9 @@ class RequestRecord:
     evicted_at: Seconds | None = None
     num_evictions: int = 0
     num_moves: int = 0
+    moved_at: Seconds | None = None
+    num_kept: float = 0.0
+    held_s: Seconds = 0.0
     is_late: bool = False
     is_beside_replica: bool | None = None
 

@@ -3,7 +3,7 @@
 from nearline.controller.actions import AbortSequence, Reject
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
-from nearline.controller.estimate import retry_after_s, start_s
+from nearline.controller.estimate import generated_tokens, retry_after_s, start_s
 from nearline.controller.events import RequestInfo, SequenceEnded
 from nearline.controller.policy import admission
 from nearline.controller.policy.prediction import bucket_of
@@ -97,6 +97,8 @@ class RequestDesk:
         request.has_token = True
         request.num_fruitless = 0
         model = self._fleet.model_of(request)
+        if model.num_running <= model.num_places:
+            model.resume.note(request.info.num_prompt_tokens + request.num_kept, now - request.dispatched_at)
         if request.first_token_at is None:
             request.first_token_at = now
             if model.spec.max_replicas > 1:
@@ -116,15 +118,15 @@ class RequestDesk:
         if request is None or request.instance_id is None:
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            model = self._fleet.model_of(request)
-            model.service_s += _SERVICE_WEIGHT * (now - request.dispatched_at - model.service_s)
+            model, held_s = self._fleet.model_of(request), request.held_s + now - request.dispatched_at
+            model.service_s += _SERVICE_WEIGHT * (held_s - model.service_s)
             model.queue.settle(request, event.num_generated)
             if request.info.max_tokens > 0:  # a prompt that is only read says nothing about answers
                 model.lengths.learn(request.features, request.predicted_tokens, event.num_generated)
-            if request.attempt == 1:
-                model.waits.finished(request.length_bucket, event.num_generated, now - request.dispatched_at)
-                if model.spec.max_replicas > 1 and event.num_generated > 1:
-                    self._note_pace(request, event.num_generated, now)
+            if not request.num_losses:
+                model.waits.finished(request.length_bucket, event.num_generated, held_s)
+            if request.attempt == 1 and model.spec.max_replicas > 1 and event.num_generated > 1:
+                self._note_pace(request, event.num_generated, now)
             self._fleet.promises.ended(request, event.num_generated, now)
             self._end(request, now)
             return
@@ -194,10 +196,18 @@ class RequestDesk:
 
     def withdrawn(self, request: RequestRecord, now: Seconds) -> None:
         """Hold a dispatched request again, as one that waits: it lost nothing and blames nobody."""
+        self._keep_tokens(request, now)
         self._leave_instance(request, now)
         self._hold(request, self._fleet.model_of(request), now)
 
+    def _keep_tokens(self, request: RequestRecord, now: Seconds) -> None:
+        """Note what an attempt that ends early leaves: about how many tokens, after how long in a place."""
+        if request.has_token:
+            request.num_kept = generated_tokens(request, self._fleet.model_of(request).waits.token_s or 0.0, now)
+            request.held_s += (now if request.evicted_at is None else request.evicted_at) - request.dispatched_at
+
     def _lost(self, request: RequestRecord, is_crash: bool, cause: ErrorInfo, now: Seconds) -> None:
+        self._keep_tokens(request, now)
         self._leave_instance(request, now)
         request.num_losses += 1
         if is_crash and not request.has_token:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from nearline.controller.estimate import ResumeCost
 from nearline.controller.policy.adapters import AdapterTraffic
 from nearline.controller.policy.demand import Demand, Sharing
 from nearline.controller.policy.keep_alive import GapHistogram
@@ -182,7 +183,9 @@ class ModelRecord:
     traffic: AdapterTraffic = field(default_factory=AdapterTraffic)
     homes_for: tuple[tuple[InstanceId, ...], int] = ((), 0)
     homes_due: Seconds = 0.0
+    memory_due: Seconds = 0.0
     waits: WaitEstimator = field(default_factory=WaitEstimator)
+    resume: ResumeCost = field(default_factory=ResumeCost)
     gaps: GapHistogram = field(default_factory=GapHistogram)
     quiet_since: Seconds | None = None
     demand: Demand = field(default_factory=Demand)

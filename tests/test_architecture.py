@@ -80,6 +80,7 @@ MINDS = {
         "promises",
         "advice",
         "places",
+        "moves",
         "foresight",
     },
 }

@@ -1,8 +1,9 @@
 """Which request that waits inside one instance should move to another that would run it now. Pure.
 
 A move makes the pair strictly more equal: the source runs all its places and has somebody waiting, the destination has
-a place free. Nothing that has a token moves, and nothing moves twice, so requests never go to and fro.
-Source: [llumnix] pairs of instances, dispatched work that migrates; only what waits moves here.
+a place free. So requests never go to and fro, and `may_move` bounds how often any moves. What has a token moves only by
+policy/migration.py.
+Source: [llumnix] pairs of instances, dispatched work that migrates; what waits moves here.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,15 @@ class Move:
     reason: str
 
 
+def may_move(request: RunningView, now: Seconds, config: CoreConfig) -> bool:
+    """Whether a request may move again: few times, not soon after the last; no suspect, no promised pace."""
+    if request.num_moves >= config.max_moves or request.num_fruitless:
+        return False
+    if request.has_token and request.info.slo.tpot_s is not None:
+        return False
+    return request.moved_at is None or now >= request.moved_at + config.move_gap_s
+
+
 def move(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) -> Move | None:
     """Name the next move, or None when no place stands free while somebody waits elsewhere. Ties go to smaller ids."""
     free = [i for i in instances if has_room(i, now, config) and load_of(i) < i.max_running]
@@ -30,7 +40,7 @@ def move(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) ->
     for source in sorted(instances, key=lambda i: (i.max_running - load_of(i), i.instance_id)):
         if load_of(source) <= source.max_running or not source.is_acknowledged:
             break
-        waiting = [r for r in source.in_flight.values() if not (r.has_token or r.num_moves or r.num_fruitless)]
+        waiting = [r for r in source.in_flight.values() if not r.has_token and may_move(r, now, config)]
         for request in sorted(waiting, key=lambda r: -r.order):
             targets = [i for i in free if i.node.holds(request.info.adapter_digest)]
             if targets:

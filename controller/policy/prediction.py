@@ -104,6 +104,13 @@ def bucket_of(num_tokens: float) -> int:
     return bisect_left(BUCKET_LIMITS, num_tokens)
 
 
+def remaining_tokens(predicted: float, num_generated: float, max_tokens: int) -> float:
+    """Estimate what is still to come of an answer: the rest of its prediction, or, once it has outrun that, half of
+    what it has, for among long answers the longer have more to come."""
+    rest = predicted - num_generated if num_generated < predicted else 0.5 * num_generated
+    return min(max(1.0, rest), max(1.0, max_tokens - num_generated))
+
+
 class Waiting(Protocol):
     """A waiting request as the order among one tenant's own requests sees it."""
 

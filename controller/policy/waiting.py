@@ -71,6 +71,11 @@ class WaitEstimator:
         self._all_tokens.add(num_tokens)
         self._pace.add(seconds / max(1, num_tokens))
 
+    @property
+    def token_s(self) -> Seconds | None:
+        """Time per token of a sequence among others, its prefill included; None while too little is known."""
+        return self._pace.mean if self.num_answers >= MIN_ANSWERS else None
+
     def began(self, seconds: Seconds) -> None:
         """Learn how long a dispatched request takes to its first token when a place was free."""
         self._first_s.add(seconds)

@@ -39,7 +39,7 @@ def imbalance(made: list[InstanceRecord]) -> int:
 def carry_out(made: list[InstanceRecord], request_id: object, source_id: object, target_id: object) -> None:
     by_id: dict[object, InstanceRecord] = {i.instance_id: i for i in made}
     request = by_id[source_id].in_flight.pop(request_id)  # type: ignore[call-overload]
-    request.num_moves += 1
+    request.num_moves, request.moved_at = request.num_moves + 1, 0.0
     by_id[target_id].in_flight[request_id] = request  # type: ignore[index]
 
 

@@ -3,11 +3,12 @@
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
 from nearline.controller.core import ControllerCore
+from nearline.controller.policy import dispatch
 from nearline.protocol import InstanceState, ModelId, SloClass
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, OutOfMemory
 from tests.controller.fleets import FakeInstance, World, model, report, slo
@@ -44,6 +45,16 @@ class FleetMachine(RuleBasedStateMachine):
         self.num_requests += 1
         wish = slo(deadline, slo_class=kind)
         self.world.arrive(f"r{self.num_requests:04d}", name, slo=wish, prefix_hash=prefix)
+
+    @invariant()
+    def nobody_waits_beside_a_free_place(self) -> None:
+        """But behind a suspect, which waits for an idle instance and lets nobody past."""
+        if not hasattr(self, "world"):
+            return
+        for record in self.world.core.fleet.models.values():
+            has_room = any(dispatch.has_room(i, self.world.now, CONFIG) for i in record.instances.values())
+            waiting = record.queue.requests()
+            assert not (has_room and waiting) or any(dispatch.is_suspect(request, CONFIG) for request in waiting)
 
     @precondition(lambda self: self.world.open)
     @rule(data=st.data())

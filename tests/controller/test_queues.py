@@ -65,6 +65,54 @@ def test_any_order_of_pushes_and_removals_keeps_groups_first_in_first_out(
             assert orders == sorted(o for o, r in held.items() if r.info.adapter_digest == group.key.adapter_digest)
 
 
+class Forgetful(VirtualQueue):
+    """Control, as in the public artifact: a drained group leaves the order for ever, but stays on the books."""
+
+    def push(self, request: RequestRecord) -> None:
+        was_drained = request.group_key in self.groups and request.group_key not in self.busy_groups
+        super().push(request)
+        if was_drained:
+            del self.busy_groups[request.group_key]
+
+
+def served(queue: VirtualQueue, steps: list[tuple[SloClass, str | None, bool]]) -> tuple[int, int]:
+    """Push and serve in any order, then serve what is left: how many came, how many were served."""
+    num_pushed, done = 0, 0
+    for kind, adapter, is_push in steps:
+        if is_push:
+            queue.push(record(num_pushed, kind, adapter))
+            num_pushed += 1
+        elif queue.busy_groups:
+            queue.remove(next(iter(queue.candidates(0.0))))
+            done += 1
+    while queue.busy_groups:
+        queue.remove(next(iter(queue.candidates(0.0))))
+        done += 1
+    return num_pushed, done
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(list(SloClass)), st.sampled_from([None, "x"]), st.booleans()), min_size=1, max_size=50
+)
+
+
+@given(STEPS)
+def test_whatever_drains_and_refills_everybody_is_served(steps: list[tuple[SloClass, str | None, bool]]) -> None:
+    num_pushed, done = served(VirtualQueue(), steps)
+    assert done == num_pushed
+
+
+def test_a_queue_that_forgets_drained_groups_loses_whoever_refills_them() -> None:
+    push, serve = (SloClass.INTERACTIVE, None, True), (SloClass.INTERACTIVE, None, False)
+    queue = Forgetful()
+    queue.push(record(0))
+    queue.remove(record(0))
+    queue.push(record(1))
+    assert not queue.busy_groups
+    assert queue.num_waiting == 1
+    assert served(VirtualQueue(), [push, serve, push, serve]) == (2, 2)
+
+
 def of_tenant(order: int, tenant: str, bucket: int = 0) -> RequestRecord:
     made = RequestRecord(info(f"r{order}", tenant=TenantId(tenant)), Digest("d"), order, float(order), float(order))
     made.length_bucket = bucket

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 from typing import Protocol
 
 import pytest
@@ -46,6 +47,9 @@ class Engine:
     num_arrived: int = 0
     worst: float = 0.0
     served: dict[TenantId, int] = field(default_factory=dict)
+    admitted: list[TenantId] = field(default_factory=list)
+    ledger: dict[TenantId, int] = field(default_factory=dict)
+    """Weighted tokens that really were served so far: a prompt when it begins, each output token as it comes."""
 
     def arrive(self, job: Job) -> None:
         self.num_arrived += 1
@@ -58,6 +62,7 @@ class Engine:
             pass
         for sequence in self.running:
             self.counters.charge(sequence[0], 0, 1)  # type: ignore[arg-type]
+            self._book(sequence[0], 2)  # type: ignore[arg-type]
             sequence[2] -= 1  # type: ignore[operator]
         self.running = [sequence for sequence in self.running if sequence[2] > 0]  # type: ignore[operator]
         self._look()
@@ -78,9 +83,14 @@ class Engine:
         self.counters.leave(tenant)
         self.counters.charge(tenant, num_input, 0)
         self.running.append([tenant, num_input + num_output, num_output])
+        self.admitted.append(tenant)
+        self._book(tenant, num_input)
         self.served[tenant] = self.served.get(tenant, 0) + num_input + 2 * num_output
         self._look()
         return True
+
+    def _book(self, tenant: TenantId, service: int) -> None:
+        self.ledger[tenant] = self.ledger.get(tenant, 0) + service
 
     def _look(self) -> None:
         self.worst = max(self.worst, self.counters.spread())
@@ -140,6 +150,93 @@ def test_whatever_arrives_the_spread_of_those_who_wait_never_passes_the_bound(
         for _ in range(num_steps):
             engine.step()
     assert engine.worst <= BOUND
+
+
+def largest_lead(make: Books, jobs: list[tuple[tuple[int, int], tuple[int, int]]]) -> float:
+    """Two tenants that always wait: over all intervals, how much more one of them was served than the other."""
+    engine, leads = Engine(make()), [0]
+    for of_a, of_b in jobs:
+        engine.arrive((A, *of_a))
+        engine.arrive((B, *of_b))
+    while all(engine.waiting[tenant] for tenant in (A, B)):
+        engine.step()
+        leads.append(engine.ledger.get(A, 0) - engine.ledger.get(B, 0))
+    return max(leads) - min(leads)
+
+
+SIZES = st.tuples(st.integers(1, MAX_INPUT), st.integers(1, MAX_OUTPUT))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SIZES, SIZES), min_size=30, max_size=60))
+def test_two_tenants_that_always_wait_are_served_alike_over_every_interval(
+    jobs: list[tuple[tuple[int, int], tuple[int, int]]],
+) -> None:
+    assert largest_lead(VirtualCounters, jobs) <= 2 * BOUND
+
+
+def test_first_come_first_served_gives_whoever_asks_for_more_more() -> None:
+    assert largest_lead(Fcfs, [((MAX_INPUT, MAX_OUTPUT), (1, 1))] * 60) > 2 * BOUND
+    assert largest_lead(VirtualCounters, [((MAX_INPUT, MAX_OUTPUT), (1, 1))] * 60) <= 2 * BOUND
+
+
+def test_tenants_that_ask_alike_are_served_as_they_come() -> None:
+    engine, first_come = Engine(VirtualCounters()), Engine(Fcfs())
+    for each in (engine, first_come):
+        for _ in range(60):
+            each.arrive((A, 8, 8))
+            each.arrive((B, 8, 8))
+        for _ in range(400):
+            each.step()
+    pairs = [sorted(engine.admitted[n : n + 2]) for n in range(0, len(engine.admitted), 2)]
+    assert len(engine.admitted) == len(first_come.admitted) == 120
+    assert all(pair == [A, B] for pair in pairs)
+    assert set(first_come.admitted[::2]) == {A}
+
+
+def steps_until_begun(make: Books, num_flood: int) -> int:
+    """How long the one request of a tenant that asks little waits behind a flood."""
+    engine = Engine(make())
+    for _ in range(num_flood):
+        engine.arrive((A, 8, 8))
+    for _ in range(20):
+        engine.step()
+    engine.arrive((B, 8, 8))
+    for waited in range(10_000):
+        if B in engine.admitted:
+            return waited
+        engine.step()
+    raise AssertionError("it never began")
+
+
+def test_a_flood_does_not_touch_the_wait_of_a_tenant_that_asks_little_and_first_come_first_served_does() -> None:
+    light = steps_until_begun(VirtualCounters, 50)
+    assert light == steps_until_begun(VirtualCounters, 500) <= MAX_OUTPUT, "until a place comes free, however many wait"
+    assert steps_until_begun(Fcfs, 500) > 5 * steps_until_begun(Fcfs, 100) > 10 * light
+
+
+class Foreknown(VirtualCounters):
+    """Charges an answer when its request begins, as far as it is known: `factor` of its tokens, which are 12 here."""
+
+    factor = 1.0
+
+    def charge(self, tenant: TenantId, num_input_tokens: float, num_output_tokens: float) -> None:
+        if num_input_tokens:
+            super().charge(tenant, num_input_tokens, self.factor * 12)
+        elif self.factor != 1.0:
+            super().charge(tenant, 0, num_output_tokens * (1.0 - self.factor))
+
+
+class HalfKnown(Foreknown):
+    factor = 0.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_better_answers_are_foreknown_the_smaller_the_lead_of_anybody(seed: int) -> None:
+    stream = Random(seed)
+    jobs = [((stream.randint(1, 16), 12), (stream.randint(1, 16), 12)) for _ in range(100)]
+    plain, half, known = (largest_lead(make, jobs) for make in (VirtualCounters, HalfKnown, Foreknown))
+    assert known < half < plain
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,8 +2,10 @@
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from math import exp
 from random import Random
 from statistics import fmean, median
 
@@ -111,6 +113,34 @@ def mean_completion_s(predict: Callable[[Features, int], float], learn: LengthPr
         predicted = predict(kind, actual)
         heapq.heappush(waiting, (bucket_of(predicted), order, now, actual, kind, predicted))
     return fmean(done)
+
+
+def noisy(scatter: float) -> Callable[[Features, int], float]:
+    """Predictions off by a factor of up to e to the `scatter` either way."""
+    stream = Random(3)
+    return lambda _, actual: actual * exp(stream.uniform(-scatter, scatter))
+
+
+def test_the_gain_grows_with_how_well_predictions_tell_long_from_short() -> None:
+    means = [mean_completion_s(noisy(scatter)) for scatter in (0.0, 1.0, 2.0, 4.0, 20.0)]
+    assert means == sorted(means), "from perfect to hardly better than none"
+    assert means[0] < 0.7 * means[-1]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=6))
+def test_with_all_there_and_perfect_predictions_no_order_has_a_smaller_mean(buckets: list[int]) -> None:
+    jobs = [Job(n, 0.0, bucket) for n, bucket in enumerate(buckets)]
+
+    def total(order: Sequence[Job]) -> int:
+        return sum((len(order) - n) * (1 + job.length_bucket) for n, job in enumerate(order))
+
+    assert total(shortest_first(jobs, 0.0)) == min(total(order) for order in permutations(jobs))
+
+
+@given(st.lists(st.floats(0, 100), max_size=20), st.integers(0, 8))
+def test_a_constant_prediction_is_first_come_first_served(arrivals: list[float], bucket: int) -> None:
+    jobs = [Job(n, at, bucket, 60.0) for n, at in enumerate(sorted(arrivals))]
+    assert shortest_first(jobs, 100.0) == jobs
 
 
 def test_perfect_is_best_ours_is_close_constant_is_first_come_and_inverted_is_worst() -> None:

@@ -84,6 +84,8 @@ def _reason(core: ControllerCore, request_id: RequestId) -> str:
     starting = [i.instance_id for i in model.instances.values() if i.is_live and not i.is_usable]
     if len(starting) == model.num_live:
         return f"{', '.join(starting)} is starting"
+    if request.is_late:
+        return "it is late, and those go first that can still be in time"
     return "all places of its model's instances are taken, and others go first"
 
 

@@ -108,6 +108,10 @@ def _promise(model_id: ModelId, slo_class: SloClass, tenant: TenantId, tally: Ta
     }
 
 
+def _why(is_late: bool) -> str:
+    return "late: others can still be in time" if is_late else "all places of its instances are taken"
+
+
 def _queues(model: ModelRecord, now: Seconds) -> list[Row]:
     """One row per request group with waiting requests, the most urgent first."""
     return [
@@ -121,7 +125,8 @@ def _queues(model: ModelRecord, now: Seconds) -> list[Row]:
             "num_waiting": len(group.waiting),
             "oldest_s": now - group.head().arrived_at,
             "due_in_s": group.head().due_at - now,
-            "reason": model.wait_reason or "all places of its instances are taken",
+            "is_late": group.key.is_late,
+            "reason": model.wait_reason or _why(group.key.is_late),
         }
         for group in model.queue.ordered_groups()
     ]

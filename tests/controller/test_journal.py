@@ -11,7 +11,7 @@ from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
 from nearline.controller.journal import Concern, JournalWriter, digest, read, replay
-from nearline.controller.replay import main
+from nearline.controller.replay import main, story
 from nearline.protocol import RequestId, SloClass, WireError
 from tests.controller.fleets import MAX_RUNNING, World, report, slo, world
 
@@ -113,6 +113,23 @@ def test_the_story_of_a_request_names_what_it_waited_for(tmp_path: Path) -> None
     stop = next(item for item in items if isinstance(item, do.StopInstance))
     assert stop.reason.startswith("b waits")
     assert not any("noise" in str(item) for item in items)
+
+
+def test_a_replay_says_that_a_request_was_late_and_let_others_go_first(tmp_path: Path) -> None:
+    w = world("a", config=CoreConfig(epoch="j", dispatch_headroom=0))
+    for n in range(MAX_RUNNING):
+        w.arrive(f"r{n}")
+    w.start_all()
+    w.arrive("mine")
+    w.arrive("other", slo=slo(slo_class=SloClass.BATCH_1M))
+    w.sleep(15.0)
+    w.arrive("fresh")
+    w.sleep(10.0)
+    w.finish("r0")
+    assert "fresh" in w.running()
+    w.finish("r1")
+    told = [text for _, text in story(RequestId("mine"), written(tmp_path, w))]
+    assert "waits: it is late, and those go first that can still be in time" in told
 
 
 @pytest.mark.parametrize("name", ["copy", "copy.journal", "a.b.c", "e.x.journal", "j.000.journal.bak"])

@@ -59,7 +59,7 @@ WORDS = [
 KEEP_ALIVE_S = 600.0
 """Long enough for a profile, which no request keeps alive; the slot is given up to other models all the same."""
 
-PILOT_S = 75.0
+PILOT_S = 120.0
 """How long the warm-up ends with traffic as the load's."""
 
 MAKE = """

@@ -249,7 +249,8 @@ class DramCache:
                 return self._tier.pin(entry.manifest.digest, now, may_stream)
             except OutOfMemory:
                 deadline = now + _DRAIN_TIMEOUT_S - time.monotonic()
-                if not self._tier.num_draining or not self._changed.wait(deadline if deadline > 0 else 0):
+                is_packed = self._tier.is_packed(entry.manifest.digest)  # it can be read elsewhere: not worth a wait
+                if is_packed or not self._tier.num_draining or not self._changed.wait(deadline if deadline > 0 else 0):
                     raise
                 self._entry(entry.manifest.digest)
 

@@ -111,8 +111,9 @@ class DramTier:
 
     @property
     def num_draining(self) -> int:
-        """Chunks nobody wants whose read has not ended yet; their places become evictable by themselves."""
-        return sum(h.count(ChunkState.READING) for h in self._held.values() if not h.pins)
+        """Places that become evictable by themselves: of reads nobody waits for, and of packed checkpoints, whose pins
+        are short."""
+        return sum(h.is_packed if h.pins else h.count(ChunkState.READING) for h in self._held.values())
 
     def register(
         self,

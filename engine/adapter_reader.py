@@ -20,13 +20,14 @@ Load = Callable[[AdapterMemory], Bytes]
 
 @dataclass(frozen=True, slots=True)
 class AdapterRead:
-    """How the reading of one adapter ended. `owner` is what `start` was given."""
+    """How the reading of one adapter ended. `owner` and `lease_id` are what `start` was given."""
 
     owner: object
     digest: Digest
     load_s: Seconds
     num_bytes: Bytes
     error: ErrorInfo | None
+    lease_id: int
 
 
 class AdapterReader:
@@ -35,16 +36,16 @@ class AdapterReader:
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._on_done = on_done
         self._memory = AdapterMemory()
-        self._jobs: queue.SimpleQueue[tuple[object, Digest, Load]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[object, Digest, Load, int]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
         self._wishes: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         self._wishes.put(USUAL_BYTES)
         threading.Thread(target=self._work, name="adapter-reader", daemon=True).start()
         threading.Thread(target=self._prepare, name="adapter-memory", daemon=True).start()
 
-    def start(self, owner: object, digest: Digest, load: Load) -> None:
+    def start(self, owner: object, digest: Digest, load: Load, lease_id: int = 0) -> None:
         """Queue a read. `load` runs in the thread, with memory to read into, and returns the bytes it took."""
-        self._jobs.put((owner, digest, load))
+        self._jobs.put((owner, digest, load, lease_id))
 
     def finished(self) -> list[AdapterRead]:
         """Return the reads that have ended since the last call."""
@@ -55,14 +56,15 @@ class AdapterReader:
 
     def _work(self) -> None:
         while True:
-            owner, digest, load = self._jobs.get()
+            owner, digest, load, lease_id = self._jobs.get()
             started_at = time.monotonic()
             num_bytes, failure = 0, None
             try:
                 num_bytes = load(self._memory)
             except Exception as error:
                 failure = ErrorInfo.of(error)
-            self._finished.put(AdapterRead(owner, digest, time.monotonic() - started_at, num_bytes, failure))
+            load_s = time.monotonic() - started_at
+            self._finished.put(AdapterRead(owner, digest, load_s, num_bytes, failure, lease_id))
             del owner, load  # let go of the model while waiting for the next job
             self._on_done()
             if num_bytes and self._jobs.empty():

@@ -18,8 +18,8 @@ from nearline.engine.core import EngineCore
 from nearline.engine.grammars import Grammars
 from nearline.engine.profiler import Profiler
 from nearline.engine.runner import Runner, RunnerConfig
-from nearline.loader import LoadedCheckpoint, MappedPool, attach, load_directory
-from nearline.protocol import Bytes, Digest, InstanceSpec, Seconds, SequenceUpdate, decoder_spec
+from nearline.loader import LoadedCheckpoint, MappedPool, attach, load_directory, load_extents
+from nearline.protocol import Bytes, Digest, Extent, InstanceSpec, Seconds, SequenceUpdate, decoder_spec
 from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, InstanceFailed
 from nearline.protocol.frames import Bind, ProfileInstance
 
@@ -61,6 +61,7 @@ class BoundInstance:
         kernels.set_num_threads(bind.num_threads)
         self.spec: InstanceSpec = bind.spec
         self._habits = habits
+        self._pool = pool
         self._needs_frames = True
         self._is_read = False
         self._merging: Digest | None = None
@@ -145,12 +146,21 @@ class BoundInstance:
     def grammars(self) -> Grammars:
         return self._runner.grammars
 
-    def read_adapter(self, digest: Digest, directory: str) -> Callable[[AdapterMemory], Bytes]:
-        """Return the work of reading an adapter, for the reader's thread; it refers to the adapter pool alone."""
-        adapters, device = self._runner.adapters, self._habits.device
+    def read_adapter(
+        self, digest: Digest, directory: str, extents: tuple[Extent, ...] = ()
+    ) -> Callable[[AdapterMemory], Bytes]:
+        """Return the work of reading an adapter, for the reader's thread; it refers to the adapter pool alone.
+
+        `extents` of the DRAM pool hold its file, checked; none: it is read from the directory.
+        """
+        adapters, device, pool, path = self._runner.adapters, self._habits.device, self._pool, Path(directory)
 
         def read(memory: AdapterMemory) -> Bytes:
-            return adapters.load(digest, load_directory(Path(directory), device, memory.take)).num_bytes
+            if extents:
+                loaded = load_extents(pool, path, extents, device, memory.take)
+            else:
+                loaded = load_directory(path, device, memory.take)
+            return adapters.load(digest, loaded).num_bytes
 
         return read
 

@@ -9,7 +9,8 @@ import os
 import time
 
 from nearline.engine.adapter_reader import AdapterReader
-from nearline.engine.adapters import FreeAdapter
+from nearline.engine.adapter_sources import AdapterSources
+from nearline.engine.adapters import FreeAdapter, ReadAdapter
 from nearline.engine.core import EngineLoad
 from nearline.engine.grammar_compiler import GrammarCompiler
 from nearline.engine.instance import LOST, BoundInstance, EngineHabits, bind_instance
@@ -20,12 +21,14 @@ from nearline.protocol import FinishReason, ModelId, Seconds, SequenceUpdate, Wi
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, Overloaded
 from nearline.protocol.frames import (
     Abort,
+    AdapterBytes,
     AdapterLoaded,
     Bind,
     BindFailed,
     Bound,
     CancelImport,
     EngineReady,
+    ExtentsFree,
     FramesFree,
     ImportFailed,
     LoadAdapter,
@@ -61,6 +64,7 @@ class EngineServer:
         self._pool: MappedPool | None = None
         self._instance: BoundInstance | None = None
         self._reader = AdapterReader(link.wake)
+        self._sources = AdapterSources(self._read_adapter, link.send)
         self._compiler = GrammarCompiler(link.wake)
         self._profiler: Profiler | None = None
         self._last_model = ModelId("")
@@ -93,6 +97,7 @@ class EngineServer:
     def _step(self) -> bool:
         """Take a step if something can run. Returns whether it did."""
         instance = self._instance
+        self._take_in_adapters()
         if instance is None:
             return False
         self._tend_adapters(instance)
@@ -145,9 +150,12 @@ class EngineServer:
             self._link.send(ImportFailed(self._profiler.wish.task_id, failed))
         self._profiler = None
 
-    def _tend_adapters(self, instance: BoundInstance) -> None:
+    def _take_in_adapters(self) -> None:
+        instance = self._instance
         for read in self._reader.finished():
-            if read.owner is not instance:
+            if read.lease_id:
+                self._link.send(ExtentsFree(read.lease_id))
+            if instance is None or read.owner is not instance:
                 continue
             if read.error is None:
                 instance.core.adapter_loaded(read.digest, read.num_bytes, time.monotonic())
@@ -155,11 +163,19 @@ class EngineServer:
                 log.warning("adapter %s cannot be loaded: %s", read.digest, read.error.message)
                 self._updates += instance.core.adapter_failed(read.digest, read.error, time.monotonic())
             self._link.send(AdapterLoaded(read.digest, read.load_s, read.num_bytes, read.error))
+
+    def _tend_adapters(self, instance: BoundInstance) -> None:
         for action in instance.core.adapter_actions():
             if isinstance(action, FreeAdapter):
                 instance.free_adapter(action.digest)
             else:
-                self._reader.start(instance, action.digest, instance.read_adapter(action.digest, action.directory))
+                self._sources.read(action)
+        self._sources.settle()
+
+    def _read_adapter(self, action: ReadAdapter, lent: AdapterBytes | None) -> None:
+        extents, lease_id = (lent.extents, lent.lease_id) if lent else ((), 0)
+        load = self._bound.read_adapter(action.digest, action.directory, extents)
+        self._reader.start(self._bound, action.digest, load, lease_id)
 
     def _tell(self) -> None:
         """Send what has happened since the last time in one frame: updates, or just a load that has changed."""
@@ -177,9 +193,10 @@ class EngineServer:
                 self._bound.core.abort(message.request_id, time.monotonic())
             case Yield() if self._serves(message.instance_id):
                 self._bound.core.yield_place(message.request_id)
-            case LoadAdapter(digest, directory, is_ahead) if self._instance:
-                if self._instance.core.load_adapter(digest, directory, is_ahead):
-                    self._link.send(AdapterLoaded(digest, 0.0, 0))
+            case LoadAdapter():
+                self._load_adapter(message)
+            case AdapterBytes():
+                self._sources.offer(message)
             case UnloadAdapter(digest) if self._instance:
                 self._instance.core.unload_adapter(digest)
             case Ping(number):
@@ -230,6 +247,16 @@ class EngineServer:
             request, attempt, submit.generated_token_ids, time.monotonic(), submit.predicted_tokens
         )
 
+    def _load_adapter(self, wish: LoadAdapter) -> None:
+        if wish.lent:
+            self._sources.offer(wish.lent)
+        if self._instance is None:
+            self._sources.settle()
+            return
+        self._sources.know(wish.digest, wish.is_pooled)
+        if self._instance.core.load_adapter(wish.digest, wish.directory, wish.is_ahead):
+            self._link.send(AdapterLoaded(wish.digest, 0.0, 0))
+
     def _bind(self, bind: Bind) -> None:
         if self._pool is None:
             raise WireError("Bind came before PoolLayout")
@@ -254,6 +281,7 @@ class EngineServer:
             self._tell()
             self._end_profile("the instance was stopped")
             self._instance.close()
+        self._sources.unbound()
         self._instance, self._told = None, _NO_LOAD
         self._link.send(Unbound(self._last_model))
 

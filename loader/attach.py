@@ -19,7 +19,7 @@ from nearline.loader.mapping import MappedPool
 from nearline.loader.pinned import fresh_memory
 from nearline.loader.ready import AllArrived, FrameArrival
 from nearline.loader.stream import CudaRange, FileStream
-from nearline.protocol import Bytes, Seconds
+from nearline.protocol import Bytes, Extent, Seconds
 from nearline.protocol.errors import InstanceFailed, OutOfMemory
 
 _STALL_S: Seconds = 30.0
@@ -77,6 +77,35 @@ def load_directory(
                     check_digest(chunk, digest, f"{file.path}: chunk {index} (byte {offset})")
     finally:
         file.close()
+    return LoadedCheckpoint(manifest, data.to(device), AllArrived())
+
+
+def load_extents(
+    pool: MappedPool,
+    directory: Path,
+    extents: Sequence[Extent],
+    device: torch.device | str,
+    take: Callable[[Bytes], torch.Tensor],
+) -> LoadedCheckpoint:
+    """Copy the checkpoint of `directory` from parts of the pool, its file one after another, into private memory.
+
+    Nothing is checked but sizes: the store has checked the digests. The kernel copies, without a mapping: page faults
+    cost more than the bytes. Raises InstanceFailed for extents that do not fit it.
+    """
+    manifest = read_manifest(directory)
+    ends = [extent.offset + extent.num_bytes for extent in extents]
+    if sum(e.num_bytes for e in extents) != manifest.num_bytes or max(ends) > pool.num_bytes:
+        raise InstanceFailed(
+            f"checkpoint {manifest.digest} has {manifest.num_bytes} bytes; got {list(extents)} of a pool of "
+            f"{pool.num_bytes}: the node agent and this process disagree"
+        )
+    data = take(manifest.num_bytes)[: manifest.num_bytes]
+    done = 0
+    with memoryview(data.numpy()) as view:  # type: ignore[arg-type]
+        for extent in extents:
+            with view[done : done + extent.num_bytes] as part:
+                pool.read_into(part, extent.offset)
+            done += extent.num_bytes
     return LoadedCheckpoint(manifest, data.to(device), AllArrived())
 
 

@@ -37,6 +37,7 @@ class MappedPool:
                 raise InstanceFailed(f"the {name} memfd has {actual} bytes, the layout needs {wanted}")
         self.fd = pool_fd
         self.layout = layout
+        self.num_bytes = layout.num_frames * layout.frame_bytes
         self.ready = mmap.mmap(ready_fd, layout.num_frames, prot=mmap.PROT_READ)
         self.ready_address = np.frombuffer(self.ready, np.uint8).ctypes.data
         self._pinned: PinnedFrames | None = None
@@ -55,6 +56,15 @@ class MappedPool:
             memory = self.map_frames(range(self.layout.num_frames), self.layout.frame_bytes, is_writable=True)
             self._pinned = PinnedFrames(memory, self.layout)
         return self._pinned
+
+    def read_into(self, view: memoryview, offset: Bytes) -> None:
+        """Copy bytes of the pool from `offset` on, as many as `view` holds, without mapping them."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self.fd, [view[done:]], offset + done)
+            if count == 0:
+                raise InstanceFailed(f"the pool's memfd ends at byte {offset + done}")
+            done += count
 
     def map_frames(self, frames: Sequence[int], chunk_bytes: Bytes, is_writable: bool = False) -> torch.Tensor:
         """Map the first `chunk_bytes` of each frame, in order, as one contiguous uint8 tensor. Copies nothing.

@@ -20,6 +20,7 @@ from nearline.protocol import (
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
 from nearline.protocol.frames import (
     Abort,
+    AdapterBytes,
     AdapterLoaded,
     LoadAdapter,
     PrepareAdapter,
@@ -43,12 +44,14 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class RelayPorts:
-    """Where the relay speaks to: an engine, the controller, the store's directories, and who waits for a drain."""
+    """Where the relay speaks to: an engine, the controller, the store's directories, who waits for a drain, and who
+    lends adapters' bytes to engines."""
 
     to_engine: Callable[[EngineId, object], None]
     to_controller: Callable[[object], None]
     directory: Callable[[Digest], Path]
     drained: Callable[[InstanceId], None]
+    lend: Callable[[EngineId, Digest], AdapterBytes | None]
 
 
 class Relay:
@@ -205,7 +208,9 @@ class Relay:
             return
         directory = self._ports.directory(digest)
         self._adapters[instance_id][digest] = is_ahead
-        self._ports.to_engine(self._engines[instance_id], LoadAdapter(digest, str(directory), is_ahead))
+        engine_id, is_first = self._engines[instance_id], was_ahead is None and not is_ahead
+        lent = self._ports.lend(engine_id, digest) if is_first else None  # else it asks, if and when it reads
+        self._ports.to_engine(engine_id, LoadAdapter(digest, str(directory), is_ahead, is_pooled=True, lent=lent))
 
     def _answer(self, instance_id: InstanceId, sequences: list[tuple[RequestId, int]], error: ErrorInfo) -> None:
         updates = tuple(

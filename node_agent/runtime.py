@@ -10,6 +10,7 @@ import structlog
 from nearline.checkpoint_store import MANIFEST_NAME, CheckpointStore
 from nearline.node_agent import actions as act
 from nearline.node_agent import events as ev
+from nearline.node_agent.adapter_leases import AdapterLeases
 from nearline.node_agent.config import Hardware, NodeConfig, resolve
 from nearline.node_agent.core import NodeCore
 from nearline.node_agent.errands import Errands
@@ -69,8 +70,13 @@ class NodeRuntime:
         self._link = ControllerLink(
             config.controller_url, config.token, self._hello, self._hear, lambda: post(ev.LinkLost())
         )
+        self._adapter_leases = AdapterLeases(store, self._supervisor.send)
         ports = RelayPorts(
-            self._supervisor.send, self._link.send, store.directory, lambda instance_id: post(ev.Drained(instance_id))
+            self._supervisor.send,
+            self._link.send,
+            store.directory,
+            lambda instance_id: post(ev.Drained(instance_id)),
+            self._adapter_leases.lend,
         )
         self._relay = Relay(ports)
         self._profiles = Profiles(config.data_dir / "profiles")
@@ -95,6 +101,7 @@ class NodeRuntime:
                     timer.cancel()
             await asyncio.gather(self._supervisor.close(), self._imports.close())
             self._errands.close()
+            self._adapter_leases.close()
             self._leases.close()
 
     def health(self) -> dict[str, Any]:
@@ -174,6 +181,7 @@ class NodeRuntime:
     def _engine_exited(self, event: ev.EngineExited) -> None:
         self._decide(event)  # answers its sequences, so the relay forgets it only afterwards
         self._relay.unbind(event.engine_id)
+        self._adapter_leases.gone(event.engine_id)
         self._heartbeat.gone(event.engine_id)
         self._profiling.engine_gone(event.engine_id)
 
@@ -296,6 +304,10 @@ class NodeRuntime:
                 self._inbox.put_nowait(ev.EngineWarm(engine_id))
             case fr.FramesFree():
                 self._leases.release_when_read(frame.instance_id)
+            case fr.AdapterWanted():
+                self._adapter_leases.wanted(engine_id, frame.digest)
+            case fr.ExtentsFree():
+                self._adapter_leases.free(engine_id, frame.lease_id)
             case fr.Pong():
                 self._heartbeat.answered(engine_id, frame.number, frame.longest_step_s)
             case fr.ProfileProgress() | fr.ProfileFinished() | fr.ImportFailed():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nearline.protocol.errors import ErrorInfo
 from nearline.protocol.ids import Bytes, Digest, InstanceId, ModelId, RequestId, Seconds, TaskId
 from nearline.protocol.instance import InstanceSpec, InstanceStatus, NodeReport
-from nearline.protocol.model import CheckpointInfo, CheckpointKind
+from nearline.protocol.model import CheckpointInfo, CheckpointKind, Extent
 from nearline.protocol.request import Request, SequenceUpdate
 from nearline.protocol.step_time import StepProfile
 
@@ -245,16 +245,34 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterBytes:
+    """An adapter's checkpoint file lies in these parts of the pool, one after another, its digests checked. No extents:
+    read its directory.
+
+    They are lent for one read, and hold these bytes until ExtentsFree gives `lease_id` back, or the process has ended.
+    """
+
+    digest: Digest
+    extents: tuple[Extent, ...]
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAdapter:
     """Make an adapter usable, from its checkpoint directory. Sent before the first Submit that names it.
 
     Answered by AdapterLoaded; so is each later read of an adapter that had to make place for others meanwhile. With
     `is_ahead` nobody asks for it yet: it is read when nothing else is, or not at all if no place is free then.
+
+    Of one that `is_pooled` the agent says for every read where its bytes are: here, or when it is asked
+    (AdapterWanted). Without it the directory is read.
     """
 
     digest: Digest
     directory: str
     is_ahead: bool = False
+    is_pooled: bool = False
+    lent: AdapterBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +354,20 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterWanted:
+    """An adapter is about to be read: where are its bytes? Answered by AdapterBytes, when they are there."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentsFree:
+    """What AdapterBytes lent is read, or not needed: this process never reads it again."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class FramesFree:
     """The device holds every byte of the checkpoint: this instance never reads the pool's frames again."""
 
@@ -356,10 +388,10 @@ ToController = (
     | ProfileProgress | ProfileFinished
 )  # fmt: skip
 ToEngine = (
-    PoolLayout | Bind | Submit | Abort | Yield | LoadAdapter | UnloadAdapter | Unbind | Ping | ProfileInstance
-    | CancelImport
+    PoolLayout | Bind | Submit | Abort | Yield | LoadAdapter | AdapterBytes | UnloadAdapter | Unbind | Ping
+    | ProfileInstance | CancelImport
 )  # fmt: skip
 FromEngine = (
-    EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | Unbound | Pong
+    EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | AdapterWanted | ExtentsFree | Unbound | Pong
     | ProfileProgress | ProfileFinished | ImportFailed | FramesFree
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,20 @@ from typing import Any
 
 import pytest
 
-from nearline.protocol import FinishReason, Grammar, GrammarKind, Pooling, Request
-from nearline.protocol.frames import Abort, AdapterLoaded, BindFailed, LoadAdapter, StepDone, UnloadAdapter
+from nearline.protocol import Digest, Extent, FinishReason, Grammar, GrammarKind, Pooling, Request
+from nearline.protocol.frames import (
+    Abort,
+    AdapterBytes,
+    AdapterLoaded,
+    AdapterWanted,
+    BindFailed,
+    ExtentsFree,
+    LoadAdapter,
+    StepDone,
+    UnloadAdapter,
+)
 from tests.engine.checkpoints import Oracle
-from tests.engine.engine_process import INSTANCE, EngineUnderTest
+from tests.engine.engine_process import FRAME_BYTES, INSTANCE, NUM_FRAMES, EngineUnderTest
 from tests.engine.fake_engine import make_request
 
 
@@ -127,6 +138,59 @@ def test_unloading_an_adapter_waits_for_the_sequence_that_uses_it(
     _, last = engine.outcome("late")
     assert last.error is not None
     assert last.error.code == "not_found"
+
+
+def lend(engine: EngineUnderTest, directory: Path, lease_id: int) -> AdapterBytes:
+    """Put an adapter somewhere into a frame that no model has, as the agent does."""
+    data = (directory / "model.safetensors").read_bytes()
+    frame = (engine.frames[-1] + 1) % NUM_FRAMES
+    extent = Extent(frame * FRAME_BYTES + (1 << 18) * (lease_id % 16), len(data))
+    os.pwrite(engine.pool.fd, data, extent.offset)
+    return AdapterBytes(Digest(directory.name), (extent,), lease_id)
+
+
+def await_free(engine: EngineUnderTest, *lease_ids: int) -> None:
+    """Wait until exactly these leases have come back since the inbox was empty, each once."""
+    while len(freed := [m.lease_id for m in engine.inbox if isinstance(m, ExtentsFree)]) < len(lease_ids):
+        engine.expect(ExtentsFree)
+    assert sorted(freed) == list(lease_ids)
+
+
+def test_adapters_lent_from_the_pool_are_read_once_and_given_back(
+    engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle], tmp_path: Path
+) -> None:
+    """Their directory has the manifest alone; another adapter takes their place as soon as they are given back."""
+    prompt, digests = [5, 6, 7], [checkpoints[name].name for name in ("lora4", "lora8")]
+    for digest in digests:
+        (tmp_path / digest).mkdir()
+        shutil.copy(checkpoints["lora4"].parent / digest / "manifest.json", tmp_path / digest)
+    for turn in range(3):
+        for name, digest in zip(("lora4", "lora8"), digests, strict=True):
+            lent = lend(engine, checkpoints[name], lease_id=100 + turn)
+            engine.send(LoadAdapter(Digest(digest), str(tmp_path / digest), is_pooled=True, lent=lent))
+            engine.submit(request(f"{name}-{turn}", prompt, adapter_digest=digest))
+            assert engine.outcome(f"{name}-{turn}")[0] == oracles[name](prompt)
+            await_free(engine, lent.lease_id)
+            engine.inbox.clear()
+            engine.send(UnloadAdapter(Digest(digest)))
+    assert not any(isinstance(message, AdapterWanted) for message in engine.inbox)
+
+
+def test_an_adapter_that_is_not_lent_is_asked_for_and_waits_without_holding_up_others(
+    engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    directory, prompt = checkpoints["lora4"], [5, 6, 7]
+    engine.send(LoadAdapter(Digest(directory.name), str(directory), is_pooled=True))
+    engine.submit(request("adapted", prompt, adapter_digest=directory.name), request("base", prompt))
+    assert engine.expect(AdapterWanted).digest == directory.name
+    assert engine.outcome("base")[0] == oracles["a"](prompt)
+    assert not engine.updates("adapted")
+    engine.send(lend(engine, directory, 1), lend(engine, directory, 2))
+    assert engine.outcome("adapted")[0] == oracles["lora4"](prompt)
+    await_free(engine, 1, 2)
+    engine.unbind()
+    engine.send(lend(engine, directory, 3), LoadAdapter(Digest("f" * 32), "/", lent=lend(engine, directory, 4)))
+    await_free(engine, 1, 2, 3, 4)
 
 
 def test_an_adapter_that_is_gone_from_disk_fails_its_request_alone(engine: EngineUnderTest, tmp_path: Path) -> None:

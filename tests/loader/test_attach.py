@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from nearline.checkpoint_store import CheckpointStore, Manifest
-from nearline.loader import MappedPool, attach, load_directory
+from nearline.loader import MappedPool, attach, load_directory, load_extents
+from nearline.protocol import CheckpointKind, Extent
 from nearline.protocol.errors import CheckpointCorrupt, InstanceFailed
 from nearline.protocol.frames import PoolLayout
 
@@ -201,6 +202,34 @@ def test_a_directory_loads_into_private_memory(root: Path, checkpoints: ModuleTy
     loaded.tensor("w").add_(1.0)  # and it is ours to change
     assert float(loaded.tensor("w").sum()) == 50_000.0
     assert loaded.is_complete()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 50_000, 150_000])
+def test_extents_of_the_pool_are_copied_into_memory_of_ones_own(
+    num_bytes: int, root: Path, open_store: OpenStore, map_pool: MapPool, checkpoints: ModuleType
+) -> None:
+    data = checkpoints.random_bytes(num_bytes, 3)
+    tensors = {"w": ("U8", (num_bytes,), data)}
+    manifest = checkpoints.commit(root / "checkpoints", tensors, kind=CheckpointKind.ADAPTER)
+    store = open_store()
+    taken: list[torch.Tensor] = []
+
+    def take(wanted: int) -> torch.Tensor:
+        taken.append(torch.zeros(wanted + 4096, dtype=torch.uint8))
+        return taken[-1]
+
+    with store.acquire(manifest.digest) as lease:
+        lease.done.result(20)
+        pool, path = map_pool(store), directory(root, manifest)
+        loaded = load_extents(pool, path, lease.extents, "cpu", take)
+        with pytest.raises(InstanceFailed, match="disagree"):
+            load_extents(pool, path, lease.extents[1:] or [Extent(0, 1)], "cpu", take)
+        with pytest.raises(InstanceFailed, match="disagree"):
+            load_extents(pool, path, [Extent(store.pool.num_bytes, manifest.num_bytes)], "cpu", take)
+    store.evict(manifest.digest)
+    assert bytes(loaded.tensor("w").numpy()) == data
+    assert loaded.tensor("w").data_ptr() > taken[0].data_ptr()
+    assert not maps_of_pool()
 
 
 @pytest.mark.parametrize("left", [0, 1, 4096, 100_000])

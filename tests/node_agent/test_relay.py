@@ -1,5 +1,6 @@
 """Between controller and engine: adapters first, one end each, nothing after an end."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.types import EngineId
 from nearline.protocol import (
     Digest,
+    Extent,
     FinishReason,
     InstanceId,
     InstanceState,
@@ -18,6 +20,7 @@ from nearline.protocol import (
 from nearline.protocol.errors import ErrorInfo, ModelNotFound
 from nearline.protocol.frames import (
     Abort,
+    AdapterBytes,
     AdapterLoaded,
     LoadAdapter,
     PrepareAdapter,
@@ -37,8 +40,13 @@ class Ends:
         self.engine: list[Any] = []
         self.controller: list[Any] = []
         self.drained: list[InstanceId] = []
+        self.in_dram: dict[Digest, AdapterBytes] = {}
         ports = RelayPorts(
-            lambda _, m: self.engine.append(m), self.controller.append, self.directory, self.drained.append
+            lambda _, m: self.engine.append(m),
+            self.controller.append,
+            self.directory,
+            self.drained.append,
+            lambda _, digest: self.in_dram.get(digest),
         )
         self.relay = Relay(ports)
         self.relay.bind(ENGINE, INSTANCE)
@@ -66,7 +74,19 @@ class Ends:
 def test_an_adapter_is_loaded_once_before_its_first_sequence() -> None:
     ends = Ends()
     first, second = ends.submit("a", adapter="lora"), ends.submit("b", adapter="lora")
-    assert ends.engine == [LoadAdapter(Digest("lora"), "/store/lora"), first, second]
+    assert ends.engine == [ASKED, first, second]
+
+
+def test_bytes_that_are_in_dram_are_lent_with_the_first_load_and_for_nothing_read_ahead() -> None:
+    ends = Ends()
+    ends.in_dram = {LORA: AdapterBytes(LORA, (Extent(4096, 10),), 7)}
+    first = ends.submit("a", adapter="lora")
+    assert ends.engine == [replace(ASKED, lent=ends.in_dram[LORA]), first]
+    ends = Ends()
+    ends.in_dram = {LORA: AdapterBytes(LORA, (Extent(4096, 10),), 7)}
+    prepare(ends)
+    ends.submit("a", adapter="lora")
+    assert ends.engine[:2] == [AHEAD, ASKED], "the engine asks when it reads"
 
 
 def test_an_adapter_that_failed_or_was_unloaded_is_loaded_again() -> None:
@@ -154,7 +174,8 @@ def test_a_sequence_is_told_to_give_way_while_it_is_there_and_goes_on_being_hear
 
 
 LORA = Digest("lora")
-AHEAD, ASKED = LoadAdapter(LORA, "/store/lora", is_ahead=True), LoadAdapter(LORA, "/store/lora")
+ASKED = LoadAdapter(LORA, "/store/lora", is_pooled=True)
+AHEAD = replace(ASKED, is_ahead=True)
 
 
 def prepare(ends: Ends, state: str | None = "ready", digest: str = "lora", instance_id: str = INSTANCE) -> None:
@@ -205,4 +226,4 @@ def test_an_adapter_removed_between_the_wish_and_the_bind_is_not_loaded() -> Non
     ends.relay.bind_sent(INSTANCE)
     assert [type(message) for message in ends.engine] == [LoadAdapter, UnloadAdapter]
     ends.submit("a", adapter="other")
-    assert ends.engine[2] == LoadAdapter(Digest("other"), "/store/other")
+    assert ends.engine[2] == LoadAdapter(Digest("other"), "/store/other", is_pooled=True)

@@ -1,0 +1,135 @@
+"""Where an adapter is read from: what is lent serves one read or none, and is given back exactly once."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from nearline.engine.adapter_sources import AdapterSources
+from nearline.engine.adapters import ReadAdapter
+from nearline.protocol import Digest, Extent
+from nearline.protocol.frames import AdapterBytes, AdapterWanted, ExtentsFree
+
+A, B = Digest("a"), Digest("b")
+READ = ReadAdapter(A, "/store/a")
+
+
+def lent(digest: Digest, lease_id: int) -> AdapterBytes:
+    return AdapterBytes(digest, (Extent(4096 * lease_id, 10),), lease_id)
+
+
+class Ends:
+    """What the reader was given and the agent was told."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[ReadAdapter, AdapterBytes | None]] = []
+        self.told: list[Any] = []
+        self.sources = AdapterSources(lambda *read: self.started.append(read), self.told.append)
+
+
+def test_what_is_lent_before_the_read_serves_it_and_no_other() -> None:
+    ends = Ends()
+    ends.sources.know(A, is_pooled=True)
+    ends.sources.offer(lent(A, 1))
+    ends.sources.read(READ)
+    ends.sources.read(READ)
+    assert ends.started == [(READ, lent(A, 1))]
+    assert ends.told == [AdapterWanted(A)]
+
+
+def test_what_no_read_begins_with_is_given_back() -> None:
+    ends = Ends()
+    ends.sources.know(A, is_pooled=True)
+    ends.sources.offer(lent(A, 1))
+    ends.sources.offer(lent(B, 2))
+    ends.sources.settle()
+    ends.sources.read(READ)
+    assert ends.told == [ExtentsFree(1), ExtentsFree(2), AdapterWanted(A)]
+    assert ends.started == []
+
+
+def test_a_read_waits_for_the_answer_and_goes_to_the_directory_if_there_are_no_extents() -> None:
+    ends = Ends()
+    for digest in (A, B):
+        ends.sources.know(digest, is_pooled=True)
+        ends.sources.read(ReadAdapter(digest, "/store"))
+    ends.sources.offer(lent(A, 1))
+    ends.sources.offer(AdapterBytes(B, (), 0))
+    assert ends.started == [(ReadAdapter(A, "/store"), lent(A, 1)), (ReadAdapter(B, "/store"), None)]
+    ends.sources.settle()
+    assert [type(m) for m in ends.told] == [AdapterWanted, AdapterWanted]
+
+
+def test_what_the_agent_does_not_keep_in_the_pool_is_read_from_its_directory() -> None:
+    ends = Ends()
+    ends.sources.know(A, is_pooled=False)
+    ends.sources.read(READ)
+    assert (ends.started, ends.told) == ([(READ, None)], [])
+
+
+def test_an_answer_that_comes_after_the_instance_has_gone_starts_nothing() -> None:
+    ends = Ends()
+    ends.sources.know(A, is_pooled=True)
+    ends.sources.read(READ)
+    ends.sources.unbound()
+    ends.sources.offer(lent(A, 1))
+    ends.sources.settle()
+    assert ends.started == []
+    assert ends.told == [AdapterWanted(A), ExtentsFree(1)]
+
+
+class SourcesMachine(RuleBasedStateMachine):
+    """An agent that answers when it likes, more than once, or unasked; an engine that reads, settles and unbinds."""
+
+    DIGESTS: ClassVar[Sequence[Digest]] = (A, B)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = Ends()
+        self.offered: dict[int, Digest] = {}
+        self.num_reads = 0
+
+    @rule(digest=st.sampled_from(DIGESTS), is_pooled=st.booleans())
+    def know(self, digest: Digest, is_pooled: bool) -> None:
+        self.ends.sources.know(digest, is_pooled)
+
+    @rule(digest=st.sampled_from(DIGESTS), is_there=st.booleans())
+    def offer(self, digest: Digest, is_there: bool) -> None:
+        lease_id = len(self.offered) + 1
+        if is_there:
+            self.offered[lease_id] = digest
+        self.ends.sources.offer(lent(digest, lease_id) if is_there else AdapterBytes(digest, (), 0))
+
+    @rule(digest=st.sampled_from(DIGESTS))
+    def read(self, digest: Digest) -> None:
+        self.ends.sources.read(ReadAdapter(digest, digest))
+
+    @rule()
+    def settle(self) -> None:
+        self.ends.sources.settle()
+        assert sorted(self.ended()) == sorted(self.offered), "an offer is kept"
+
+    @rule()
+    def unbind(self) -> None:
+        self.ends.sources.unbound()
+        num_started = len(self.ends.started)
+        self.ends.sources.offer(AdapterBytes(A, (), 0))
+        assert len(self.ends.started) == num_started
+
+    def ended(self) -> list[int]:
+        freed = [message.lease_id for message in self.ends.told if isinstance(message, ExtentsFree)]
+        return freed + [read.lease_id for _, read in self.ends.started if read is not None]
+
+    @invariant()
+    def every_offer_ends_once_and_serves_its_own_adapter(self) -> None:
+        ended = self.ended()
+        assert len(ended) == len(set(ended))
+        assert set(ended) <= set(self.offered)
+        for action, read in self.ends.started:
+            assert read is None or self.offered[read.lease_id] == read.digest == action.digest
+
+
+TestSourcesMachine = SourcesMachine.TestCase
+TestSourcesMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -82,6 +82,16 @@ class Preload:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareAdapter:
+    """Have an instance read an adapter before its next request, if it has a place free; nothing depends on it."""
+
+    instance_id: InstanceId
+    node_id: NodeId
+    digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteCheckpoint:
     """No registered model or adapter refers to these bytes any more, and no request waits for them."""
 
@@ -112,6 +122,6 @@ class WakeAt:
 
 
 Action = (
-    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | DeleteCheckpoint
-    | SolvePlan | WakeAt
+    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | PrepareAdapter
+    | DeleteCheckpoint | SolvePlan | WakeAt
 )  # fmt: skip

@@ -212,6 +212,7 @@ class CapacityDesk:
             node.storage_free_at = max(now, node.storage_free_at) + parts.read_s
         model.preloading_on = None
         self._agenda.do(EnsureInstance(spec, node.node_id, parts.total_s, reason))
+        self._agenda.touch(model)
 
     def _preload(self, model: ModelRecord, found: Placement) -> None:
         """Use the time until the slot is free: bring the bytes into DRAM, if there is room that nobody else needs."""

@@ -22,6 +22,10 @@ class CoreConfig:
     """Requests an instance may hold beyond `max_running`, so that a freed place is filled within a step. >= 0."""
     adapter_homes_s: Seconds = 10.0
     """How often it is chosen anew which instances of a model are home to which of its adapters. > 0."""
+    max_prepared_adapters: int = 16
+    """Adapters that one instance is asked to read ahead at a time; 0: none. >= 0."""
+    min_prepared_traffic: float = 2.0
+    """Requests of late, fading, below which an adapter is not read ahead of its next one. > 0."""
     max_held_per_model: int = 1024
     """Requests of one model that may wait undispatched; one more is refused with `overloaded`. >= 1."""
     max_held_total: int = 8192

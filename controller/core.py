@@ -24,6 +24,7 @@ from nearline.controller.events import (
     Woke,
 )
 from nearline.controller.foresight import ForesightDesk
+from nearline.controller.homes import HomeDesk
 from nearline.controller.machines import MachineDesk
 from nearline.controller.places import PlaceDesk
 from nearline.controller.requests import RequestDesk
@@ -46,6 +47,7 @@ class ControllerCore:
         self._requests = RequestDesk(self.fleet, config, self._agenda)
         self._machines = MachineDesk(self.fleet, config, self._agenda, self._requests)
         self._capacity = CapacityDesk(self.fleet, config, self._agenda, self._requests, self._machines, choices)
+        self._homes = HomeDesk(self.fleet, config, self._agenda)
         self._places = PlaceDesk(self.fleet, config, self._agenda, self._requests)
         self._foresight = ForesightDesk(self.fleet, config, self._agenda, self._machines, self._capacity)
         self._wake_at: Seconds | None = None
@@ -143,6 +145,7 @@ class ControllerCore:
         self.fleet.doomed[digest] = None
         for model in self.fleet.models.values():
             model.queue.forget_adapter(digest)
+            model.traffic.forget(digest)
 
     def _run(self, now: Seconds) -> None:
         """Settle what was touched, run timers that are due, plan if asked to, until nothing is left to do."""
@@ -166,11 +169,14 @@ class ControllerCore:
     def _settle(self, model: ModelRecord, now: Seconds) -> None:
         if model.key not in self.fleet.models:
             return
+        if len(model.instances) > 1 and model.queue.num_waiting:
+            self._homes.settle(model, now)
         self._places.fill(model, now)
         model.refresh(now)
         self._capacity.consider(model)
         self._capacity.schedule_idle(model)
         self._foresight.consider(model, now)
+        self._homes.prepare(model, now)
         if model.is_retired and not model.queue.num_waiting:
             self._wind_down(model, now)
 

@@ -61,6 +61,8 @@ def sentence(item: happened.Event | do.Action) -> str:
             return f"gives its place on {instance_id} away for a while: {reason}"
         case do.EnsureInstance(spec, node_id, estimate_s, reason):
             return f"start of {spec.instance_id} on {node_id}, about {estimate_s:.2f} s: {reason}"
+        case do.PrepareAdapter(instance_id, _, digest, reason):
+            return f"{instance_id} reads adapter {digest} ahead: {reason}"
         case do.StopInstance(instance_id, _, _, reason):
             return f"stop of {instance_id}: {reason}"
         case do.Reject(_, error, reason):

@@ -58,6 +58,7 @@ from nearline.protocol.frames import (
     ImportProgress,
     InstanceChanged,
     Preload,
+    PrepareAdapter,
     ProfileFinished,
     ProfileProgress,
     Report,
@@ -339,6 +340,8 @@ class Runtime:
             case do.Preload(node_id, digest, reason):
                 log.info("preload", digest=digest, node=node_id, reason=reason)
                 self._links.send(node_id, Preload(digest))
+            case do.PrepareAdapter(instance_id, node_id, digest):
+                self._links.send(node_id, PrepareAdapter(instance_id, digest))
             case do.DeleteCheckpoint(digest) if self._janitor.num_registering:
                 log.info("checkpoint kept while something is being registered", digest=digest)
             case do.DeleteCheckpoint(digest, reason):

@@ -72,6 +72,8 @@ class InstanceRecord:
     adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
     homes: dict[Digest, None] = field(default_factory=dict)
     """Adapters whose requests should come here first."""
+    prepared: dict[Digest, None] = field(default_factory=dict)
+    """Adapters it was asked to read ahead, whether or not it did."""
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property
@@ -184,6 +186,8 @@ class ModelRecord:
     homes_for: tuple[tuple[InstanceId, ...], int] = ((), 0)
     homes_due: Seconds = 0.0
     memory_due: Seconds = 0.0
+    prepared_for: tuple[InstanceId, ...] = ()
+    prepare_due: Seconds = 0.0
     waits: WaitEstimator = field(default_factory=WaitEstimator)
     resume: ResumeCost = field(default_factory=ResumeCost)
     gaps: GapHistogram = field(default_factory=GapHistogram)

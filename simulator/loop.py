@@ -10,9 +10,11 @@ from nearline.controller import ControllerCore, Event, RequestInfo
 from nearline.controller.actions import (
     AbortSequence,
     Action,
+    DeleteCheckpoint,
     Dispatch,
     EnsureInstance,
     Preload,
+    PrepareAdapter,
     Reject,
     SolvePlan,
     StopInstance,
@@ -237,8 +239,8 @@ class Simulation:
                 self._calls.pop(request_id).end = error.code
             case WakeAt(at):
                 self.schedule(at - self.now, self._wake)
-            case _:
-                pass
+            case PrepareAdapter() | DeleteCheckpoint():
+                pass  # simulated requests name no adapters, and nothing is removed
 
     def _wake(self) -> None:
         self.post(Woke())

@@ -82,6 +82,7 @@ MINDS = {
         "places",
         "moves",
         "foresight",
+        "homes",
     },
 }
 IMPURE = {"time", "asyncio", "threading", "logging", "structlog", "torch", "random", "os", "socket", "subprocess",

@@ -4,9 +4,11 @@ Requests of an adapter go to its homes first, so each instance reads, keeps and 
 home that is much fuller, and `balance` moves what waits there to an instance with a free place, its adapter with it.
 Source: dLoRA (OSDI 2024), proactive placement: every adapter one home, then more for those whose share of the traffic
 exceeds their share of the homes, as long as the burst tolerance does not fall.
+
+What is asked for often is read by its homes ahead of its next request there (`to_prepare`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nearline.protocol import Digest, InstanceId, Seconds
@@ -32,6 +34,10 @@ class AdapterTraffic:
         """Traffic by adapter, in requests that still count."""
         self._fade(now)
         return self._counts
+
+    def forget(self, adapter: Digest) -> None:
+        """Expect nothing more of an adapter that is gone."""
+        self._counts.pop(adapter, None)
 
     def _fade(self, now: Seconds) -> None:
         passed = now - self._at
@@ -77,6 +83,23 @@ def homes(traffic: Mapping[Digest, float], instances: Sequence[Home]) -> dict[In
         chosen[home][adapter] = None
         where[adapter].append(home)
     return chosen
+
+
+def to_prepare(
+    traffic: Mapping[Digest, float],
+    at_home: Container[Digest],
+    known: Container[Digest],
+    num_adapters: int,
+    least: float,
+) -> list[Digest]:
+    """Name the adapters an instance should read before their next request, the most asked for first.
+
+    Of those `at_home` there with a traffic of `least` or more, as many as it can keep at once; without those that are
+    `known`: it was sent them, has them, or was asked to read them before.
+    """
+    hot = [adapter for adapter in traffic if traffic[adapter] >= least and adapter in at_home]
+    hot.sort(key=lambda adapter: (-traffic[adapter], adapter))
+    return [adapter for adapter in hot[:num_adapters] if adapter not in known]
 
 
 def burst_tolerance(

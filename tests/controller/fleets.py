@@ -270,6 +270,9 @@ class World:
                 self._ensure(self.nodes[node_id], spec)
             case do.StopInstance(instance_id, node_id):
                 self._stop(self.nodes[node_id], instance_id)
+            case do.PrepareAdapter(instance_id, node_id):
+                node = self.nodes[node_id]
+                assert not node.is_connected or instance_id in node.instances, "nobody is there to prepare"
             case do.WakeAt(at):
                 self.wake_at = at
             case _:

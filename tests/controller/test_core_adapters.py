@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nearline.controller import events as happened
-from nearline.controller.actions import Dispatch
+from nearline.controller.actions import Dispatch, EnsureInstance, PrepareAdapter
 from nearline.controller.config import CoreConfig
 from nearline.protocol import AdapterSpec, CheckpointKind, Digest, ModelId
 from tests.controller.fleets import World, checkpoint, model, report
@@ -39,6 +39,11 @@ def serve(made: World, num_requests: int, num_adapters: int, at_once: int) -> li
         if len(running) >= at_once:
             made.finish(running.pop(0))
         made.sleep(0.05)
+    return sent_to(made)
+
+
+def sent_to(made: World) -> list[tuple[str, str]]:
+    """(instance, adapter) of each dispatch."""
     sent = [action for action in made.actions if isinstance(action, Dispatch)]
     requests = {e.info.request_id: e.info for e, _ in made.journal if isinstance(e, happened.RequestArrived)}
     return [(str(one.instance_id), str(requests[one.request_id].adapter_digest)) for one in sent]
@@ -62,3 +67,114 @@ def test_homes_are_chosen_anew_when_an_instance_goes_and_replay_alike() -> None:
     made.start_all()
     serve_later = serve(made, 0, 4, at_once=1)
     assert serve_later, "requests go on"
+
+
+def asked(made: World) -> list[tuple[str, str]]:
+    """Which instance was asked to read which adapter ahead, in order, since this was asked last."""
+    return [(str(one.instance_id), str(one.digest)) for one in made.take(PrepareAdapter)]
+
+
+def one_node(**settings: int) -> World:
+    made = World(CoreConfig(**settings))  # type: ignore[arg-type]
+    made.post(happened.ModelAdded(model("a", keep_alive_s=30.0)))
+    for name in ("lora0", "lora1", "lora2"):
+        info = checkpoint(name, 1000, CheckpointKind.ADAPTER)
+        made.post(happened.AdapterAdded(AdapterSpec(ModelId(name), ModelId("a"), info, 0.0)))
+    made.add_node(report("n1", digests=["digest-of-a", "lora0", "lora1"]))
+    return made
+
+
+def call(made: World, name: str, *adapters: str | None) -> None:
+    """Requests of these adapters, at once; they end when their instance is there."""
+    for number, adapter in enumerate(adapters):
+        names = {} if adapter is None else {"adapter_id": ModelId(adapter), "adapter_digest": Digest(adapter)}
+        made.arrive(f"{name}{number}", **names)
+    made.start_all()
+    for number in range(len(adapters)):
+        made.finish(f"{name}{number}")
+
+
+def restart(made: World) -> str:
+    """The only instance dies while nobody calls; a request without an adapter brings another one up."""
+    made.crash(made.instances("a")[0])
+    asked(made)
+    made.sleep(1.0)
+    call(made, f"back{made.now}-", None)
+    return str(made.instances("a")[0].spec.instance_id)
+
+
+def test_a_start_for_requests_of_adapters_is_told_them_with_it_the_first_first() -> None:
+    made = one_node()
+    for name in ("lora1", "lora0", "lora1"):
+        made.arrive(f"r{len(made.open)}", adapter_id=ModelId(name), adapter_digest=Digest(name))
+    kinds = [type(action) for action in made.actions if isinstance(action, (EnsureInstance, PrepareAdapter))]
+    assert kinds == [EnsureInstance, PrepareAdapter, PrepareAdapter]
+    name = str(made.instances("a")[0].spec.instance_id)
+    assert asked(made) == [(name, "lora1"), (name, "lora0")]
+    made.start_all()
+    assert asked(made) == []
+
+
+def test_an_instance_that_comes_back_reads_what_is_called_often_once_it_has_its_bytes() -> None:
+    made = one_node()
+    call(made, "r", "lora0", "lora0", "lora1", "lora1", "lora1", None)
+    assert [digest for _, digest in asked(made)] == ["lora0", "lora1"], "with the start; later they are there"
+    made.crash(made.instances("a")[0])
+    made.arrive("back")
+    (instance,) = made.instances("a")
+    made.bind(instance)
+    assert asked(made) == [], "its own bytes go first"
+    made.load(instance)
+    name = str(instance.spec.instance_id)
+    assert asked(made) == [(name, "lora1"), (name, "lora0")], "the most asked for first"
+    sent = [type(one) for one in made.actions if isinstance(one, (Dispatch, PrepareAdapter))]
+    assert sent[-1] is Dispatch, "requests had gone before"
+    made.sleep(60.0)
+    made.arrive("again")
+    assert asked(made) == [], "asked once, whether it did or not"
+
+
+def test_rare_removed_replaced_and_missing_adapters_are_not_prepared() -> None:
+    made = one_node()
+    call(made, "r", "lora0", "lora1", "lora1")
+    name = restart(made)
+    assert asked(made) == [(name, "lora1")], "lora0 was called once"
+    made.post(happened.AdapterRemoved(ModelId("lora1")))
+    restart(made)
+    assert asked(made) == []
+    call(made, "s", "lora0", "lora0")
+    replaced = AdapterSpec(ModelId("lora0"), ModelId("a"), checkpoint("new", 1000, CheckpointKind.ADAPTER), 0.0)
+    made.post(happened.AdapterAdded(replaced))
+    restart(made)
+    assert asked(made) == [], "the old weights are called no more, the new ones were not yet"
+    for number in range(3):
+        made.arrive(f"t{number}", adapter_id=ModelId("lora2"), adapter_digest=Digest("lora2"))
+        made.cancel(f"t{number}")
+    restart(made)
+    assert asked(made) == [], "its node does not have it"
+
+
+def test_few_at_a_time_and_none_when_switched_off() -> None:
+    for limit, first in ((1, ["lora0"]), (0, [])):
+        made = one_node(max_prepared_adapters=limit)
+        call(made, "r", "lora0", "lora0", "lora0", "lora1", "lora1")
+        name = restart(made)
+        assert asked(made) == [(name, digest) for digest in first]
+        made.sleep(made.config.adapter_homes_s)
+        made.arrive("later")
+        assert asked(made) == [(name, "lora1")] * limit, "the next ones an interval later"
+
+
+def test_a_second_home_reads_the_hot_adapter_before_its_first_request_there() -> None:
+    made = two_nodes(2)
+    for turn in range(30):
+        name = "lora1" if turn % 6 == 5 else "lora0"
+        made.arrive(f"r{turn}", adapter_id=ModelId(name), adapter_digest=Digest(name))
+        made.finish(f"r{turn}")
+        made.sleep(0.5)
+    asked_for = [one.instance_id for one in made.actions if isinstance(one, PrepareAdapter) and one.digest == "lora0"]
+    used = [instance for instance, name in sent_to(made) if name == "lora0"]
+    homes = {str(i.instance_id) for i in made.core.fleet.instances.values() if "lora0" in i.homes}
+    assert len(homes) == 2
+    assert asked_for == sorted(homes - {used[0]})
+    assert asked_for[0] not in used, "nobody called it there yet"

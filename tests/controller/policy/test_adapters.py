@@ -1,9 +1,17 @@
 """Homes of adapters: everybody has one, traffic is shared fairly, and little moves."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearline.controller.policy.adapters import HALF_LIFE_S, AdapterTraffic, Home, burst_tolerance, homes
+from nearline.controller.policy.adapters import (
+    HALF_LIFE_S,
+    AdapterTraffic,
+    Home,
+    burst_tolerance,
+    homes,
+    to_prepare,
+)
 from nearline.protocol import Digest, InstanceId
 
 NAMES = [Digest(f"a{i}") for i in range(12)]
@@ -68,3 +76,32 @@ def test_traffic_fades_and_what_nobody_asks_for_is_forgotten() -> None:
     traffic.note(Digest("b"), HALF_LIFE_S)
     assert traffic.expected(HALF_LIFE_S) == {"a": 2.0, "b": 1.0}
     assert traffic.expected(40 * HALF_LIFE_S) == {}
+
+
+def test_nothing_is_expected_of_an_adapter_that_is_gone() -> None:
+    traffic = AdapterTraffic()
+    traffic.note(Digest("a"), 0.0)
+    traffic.note(Digest("b"), 0.0)
+    traffic.forget(Digest("a"))
+    traffic.forget(Digest("never-there"))
+    assert traffic.expected(0.0) == {"b": 1.0}
+
+
+TRAFFIC = {"a": 5.0, "b": 9.0, "c": 2.0, "d": 1.9, "e": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("at_home", "known", "num_adapters", "expected"),
+    [
+        ("abcde", "", 9, "baec"),  # by traffic, then by name; d is asked for too rarely
+        ("acd", "", 9, "ac"),  # only what is at home
+        ("abcde", "a", 9, "bec"),  # not what is there, or was asked for
+        ("abcde", "b", 2, "a"),  # as many as it can keep, those it has included
+        ("abcde", "ba", 2, ""),
+        ("", "", 9, ""),
+    ],
+)
+def test_the_hottest_at_home_are_prepared_in_order(at_home: str, known: str, num_adapters: int, expected: str) -> None:
+    traffic = {Digest(name): value for name, value in TRAFFIC.items()}
+    chosen = to_prepare(traffic, [*at_home], [*known], num_adapters, least=2.0)
+    assert "".join(chosen) == expected

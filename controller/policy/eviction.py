@@ -2,7 +2,8 @@
 
 The evicted answer stays in its engine, which keeps its tokens and, as memory allows, its KV; it goes on by itself as
 soon as a place comes free, token for token. Nobody is evicted
-- for a request of its own class or a looser one, or for one that can still be in time without it;
+- for a request of its own class or a looser one, for one that can still be in time without it, or for one that is late;
+- while places come free soon enough by themselves;
 - before its first token, with a promised pace, or with a deadline near;
 - more than `max_evictions` times, and while one has waited `evicted_wait_s` nothing new is sent to its instance.
 So an evicted answer goes on within that time plus the time until a place comes free, however much is urgent.
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 
 from nearline.controller.config import CoreConfig, target_s
 from nearline.controller.policy.agreement import rank
+from nearline.controller.policy.lateness import MAX_LEAD
 from nearline.controller.policy.views import InstanceView, RunningView
 from nearline.controller.policy.waiting import Wait
 from nearline.protocol import Seconds
@@ -25,6 +27,12 @@ _FRACTION_UNKNOWN = 0.5
 def at_risk_at(due_at: Seconds, target: Seconds, wait: Wait | None) -> Seconds:
     """Say when a waiting request will be late unless somebody gives way: its target less a wait it may well have."""
     return due_at - (_FRACTION_UNKNOWN * target if wait is None else min(wait.quantile_s(QUANTILE), target))
+
+
+def is_soon(target: Seconds, wait: Wait | None) -> bool:
+    """Whether the next place comes free soon enough for whoever is next; what an eviction makes an engine compute again
+    would then cost others more than it brings."""
+    return wait is not None and wait.quantile_s(QUANTILE) <= MAX_LEAD * target
 
 
 def victim(

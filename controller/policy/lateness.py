@@ -14,7 +14,7 @@ from nearline.protocol import Seconds
 
 SECOND_TARGETS = 3.0
 """A late request is due again when it has waited this many targets; longer waits are refused at arrival."""
-_MAX_LEAD = 0.5
+MAX_LEAD = 0.5
 """A lead is at most this part of the target: where places come free that seldom, somebody is made to give way."""
 
 
@@ -32,12 +32,12 @@ D = TypeVar("D", bound=Due)
 
 def late_from(due_at: Seconds, target: Seconds) -> Seconds:
     """Say from when on a request may count as late."""
-    return due_at - _MAX_LEAD * target
+    return due_at - MAX_LEAD * target
 
 
 def is_too_late(due_at: Seconds, target: Seconds, lead_s: Seconds, now: Seconds) -> bool:
     """Whether a request would miss its target though it were sent as the next one, which takes `lead_s`."""
-    return now > due_at - min(lead_s, _MAX_LEAD * target)
+    return now > due_at - min(lead_s, MAX_LEAD * target)
 
 
 def in_turn(heads: Iterable[D], now: Seconds) -> list[D]:

@@ -85,6 +85,28 @@ def test_without_a_first_token_or_with_evictions_off_nobody_gives_way() -> None:
     assert off.take(do.YieldPlace) == []
 
 
+def num_given_way(answer_s: float) -> int:
+    """After a dozen answers of so many seconds: how many batch answers give way to an urgent request in its 19 s."""
+    w = world("a", config=CONFIG)
+    for n in range(12):
+        w.arrive(f"h{n}")
+        w.start_all()
+        w.token(f"h{n}")
+        w.sleep(answer_s)
+        w.finish(f"h{n}")
+    for n in range(MAX_RUNNING):
+        w.arrive(f"b{n}", slo=HOUR)
+        w.token(f"b{n}")
+    w.arrive("urgent", slo=NOW)
+    w.sleep(19.0)
+    return len(w.take(do.YieldPlace))
+
+
+def test_nobody_gives_way_where_places_come_free_soon_enough_by_themselves() -> None:
+    assert num_given_way(1.0) == 0
+    assert num_given_way(100.0) == 1, "the control: the next place is expected in 25 s"
+
+
 def flood(config: CoreConfig) -> float:
     """Urgent requests for 200 s, always more than there are places; return how long an evicted answer waited."""
     w = full_of(HOUR, config)

@@ -9,7 +9,7 @@ from nearline.controller.actions import Dispatch, YieldPlace
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.moves import MoveDesk
-from nearline.controller.policy import adapters, dispatch, eviction
+from nearline.controller.policy import dispatch, eviction
 from nearline.controller.policy.agreement import rank
 from nearline.controller.queues import RequestRecord
 from nearline.controller.requests import RequestDesk
@@ -34,8 +34,6 @@ class PlaceDesk:
         """Send waiting requests to instances with places left, the one that is due first in front."""
         if not model.instances:
             return
-        if len(model.instances) > 1 and model.queue.num_waiting:
-            self._settle_adapters(model, now)
         if model.num_running:
             self._take_back(model, now)
         if model.queue.num_waiting > 1 and model.queue.late_from < now:
@@ -53,20 +51,6 @@ class PlaceDesk:
         """How long before its due date a request must be sent as the next one, to be in time nearly always."""
         wait = model.waits.estimate({}, model.num_running, model.num_places)
         return 0.0 if wait is None else wait.quantile_s(eviction.QUANTILE)
-
-    def _settle_adapters(self, model: ModelRecord, now: Seconds) -> None:
-        """Choose which instances are home to which adapters: at intervals, and when either come or go."""
-        traffic = model.traffic.expected(now)
-        if not traffic:
-            return
-        usable = [instance for instance in model.instances.values() if instance.is_usable]
-        chosen_for = tuple(instance.instance_id for instance in usable), len(traffic)
-        if chosen_for == model.homes_for and now < model.homes_due:
-            return
-        model.homes_for, model.homes_due = chosen_for, now + self._config.adapter_homes_s
-        places = [adapters.Home(i.instance_id, i.max_running, {**i.adapters, **i.homes}) for i in usable]
-        for instance_id, homes in adapters.homes(traffic, places).items():
-            self._fleet.instances[instance_id].homes = homes
 
     def _fill_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
         for request in model.queue.candidates(now):

@@ -42,13 +42,13 @@ class HomeDesk:
     def prepare(self, model: ModelRecord, now: Seconds) -> None:
         """Ask instances that have all their bytes for the adapters they should read before anybody calls them, and
         instances that start for those of the requests that wait."""
+        traffic = model.traffic.expected(now)
+        if not traffic or not self._config.max_prepared_adapters:
+            return
         if model.queue.num_waiting:
             for instance in model.instances.values():
                 if instance.ready_at is None and not instance.is_stopping:
                     self._ask_for_waiting(instance)
-        traffic = model.traffic.expected(now)
-        if not traffic or not self._config.max_prepared_adapters:
-            return
         able = [i for i in model.instances.values() if i.is_usable and i.loaded_at is not None]
         names = tuple(instance.instance_id for instance in able)
         if names == model.prepared_for and now < model.prepare_due:

@@ -109,7 +109,7 @@ class RequestDesk:
                 model.waits.observed(request.raw_wait, now - request.arrived_at)
             if model.num_running <= model.num_places:
                 model.waits.began(now - request.dispatched_at)
-        if model.queue.num_waiting:  # an instance that tested a suspect has room again
+        if model.queue.num_waiting or request.num_kept:  # an instance takes a suspect, or one with tokens, at a time
             self._agenda.touch(model)
 
     def sequence_ended(self, event: SequenceEnded, now: Seconds) -> None:

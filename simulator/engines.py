@@ -60,6 +60,9 @@ class SimulatedEngine(Protocol):
 
     def submit(self, sequence: SimulatedSequence) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
+    def num_generated(self, request_id: RequestId) -> int | None:
+        """Tokens a sequence has by now, those of earlier attempts included; None if it is not here."""
+
     def yield_place(self, request_id: RequestId) -> None:
         """Let a running sequence go back behind whoever comes before it."""
 
@@ -120,13 +123,21 @@ class PacedEngine:
         del self._running[sequence.request_id]
         self._num_yielding -= sequence.must_yield
 
+    def num_generated(self, request_id: RequestId) -> int | None:
+        running = self._running.get(request_id)
+        if running is not None:
+            return self._done(running)
+        return next((each.num_generated for each in self._waiting if each.request_id == request_id), None)
+
+    def _done(self, sequence: SimulatedSequence) -> int:
+        now, rest = self._ports.clock(), sequence.num_output_tokens - sequence.num_generated - 1
+        passed = 1 + int((now - sequence.begun_at) / sequence.token_s) if now > sequence.begun_at else 0
+        return sequence.num_generated + max(0, min(passed, rest))
+
     def _stopped(self, sequence: SimulatedSequence) -> SimulatedSequence:
         """Take a running sequence out; what comes back has its tokens, and hears nothing of events still to come."""
         self._leave(sequence)
-        now, rest = self._ports.clock(), sequence.num_output_tokens - sequence.num_generated - 1
-        passed = 1 + int((now - sequence.begun_at) / sequence.token_s) if now > sequence.begun_at else 0
-        done = sequence.num_generated + max(0, min(passed, rest))
-        return replace(sequence, num_generated=done, must_yield=False)
+        return replace(sequence, num_generated=self._done(sequence), must_yield=False)
 
     def _give_way(self) -> None:
         """Exchange those who were told to yield for whoever waits before them."""

@@ -219,7 +219,9 @@ class Simulation:
         self._digest.update(encode(action))
         match action:
             case AbortSequence(request_id, instance_id, node_id):
-                node = self.nodes[node_id]
+                node, call = self.nodes[node_id], self._calls.get(request_id)
+                if call is not None:  # it moves, and takes what its caller has
+                    call.num_generated = node.num_generated(instance_id, request_id) or call.num_generated
                 self._send(node, node.abort, instance_id, request_id)
             case YieldPlace(request_id, instance_id, node_id):
                 node = self.nodes[node_id]

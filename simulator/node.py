@@ -165,6 +165,11 @@ class SimulatedNode:
         if instance is not None:
             instance.engine.abort(request_id)
 
+    def num_generated(self, instance_id: InstanceId, request_id: RequestId) -> int | None:
+        """Tokens that a sequence here has by now; None if it is not here."""
+        instance = self._instances.get(instance_id)
+        return None if instance is None else instance.engine.num_generated(request_id)
+
     def die(self) -> None:
         """Lose every process and all of DRAM at once, as a machine does that is switched off."""
         for instance in self._instances.values():

@@ -83,6 +83,10 @@ class SteppedEngine:
         if not self._sequences:
             self._ports.emptied()
 
+    def num_generated(self, request_id: RequestId) -> int | None:
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else sequence.num_generated
+
     def clear(self) -> list[SimulatedSequence]:
         found = list(self._sequences.values())
         for sequence in found:

@@ -40,7 +40,7 @@ WORDS = {
     "adapter_layout",
 }
 MINDS = {
-    "checkpoint_store": {"quantize_codes", "tiers", "ssd", "estimate", "depth"},
+    "checkpoint_store": {"quantize_codes", "tiers", "packing", "ssd", "estimate", "depth"},
     "protocol": {"step_time"},
     "engine": {
         "sequence",

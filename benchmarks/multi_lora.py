@@ -2,7 +2,7 @@
 
 Usage: python -m benchmarks.multi_lora MODEL.gguf [--quick]     Writes benchmarks/results/multi_lora.md and .svg.
 Random adapters of rank 16 on all seven projections; the engine's own mind and runner, without sockets. Speeds are
-measured in interleaved rounds: every ratio is of one round, and medians of ratios are reported. About 7 minutes.
+measured in interleaved rounds: every ratio is of one round, and medians of ratios are reported. About 10 minutes.
 """
 
 import argparse
@@ -19,18 +19,16 @@ from benchmarks.multi_lora_parts import (
     first_use_s,
     peft_tokens_per_s,
     popularity_tokens_per_s,
-    switching,
 )
 from benchmarks.multi_lora_report import write
+from benchmarks.multi_lora_switching import Switching
+from benchmarks.multi_lora_switching import measure as measure_switching
 from nearline import kernels
 from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.engine.config import MergeMode
 from nearline.protocol import CheckpointKind, DecoderSpec, Digest, Seconds, decoder_spec
 
 STRIDES = (4, 8, 16, 32)
-_SWITCHING_BYTES = 3600 << 20
-"""Of KV memory: half of it holds a merged copy of the base for each of the eight adapters."""
-MODES = (MergeMode.NEVER, MergeMode.ALWAYS, MergeMode.AUTO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,14 @@ class Size:
     num_steps: int = 16
     num_registered: tuple[int, ...] = (10, 50, 200, 1000, 2000)
     popularity_s: Seconds = 7.0
-    num_switching: int = 64
-    num_switching_rounds: int = 2
+    num_switching: int = 40
+    num_switching_rounds: int = 7
     num_first_uses: int = 12
     strides: tuple[int, ...] = STRIDES
     peft_steps: int = 12
 
 
-QUICK = Size(1, 2, (4, 8), 0.5, 8, 1, 2, (4,), 0)
+QUICK = Size(1, 2, (4, 8), 0.5, 8, 2, 2, (4,), 0)
 
 
 @dataclass(slots=True)
@@ -59,8 +57,7 @@ class Found:
     speeds: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     first_use_s: dict[str, list[Seconds]] = field(default_factory=dict)
     popularity: dict[tuple[str, int], Outcome] = field(default_factory=dict)
-    switching: dict[tuple[int, MergeMode], list[Outcome]] = field(default_factory=dict)
-    switching_gap_s: Seconds = 0.0
+    switching: Switching = field(default_factory=Switching)
     peft: dict[int, float] = field(default_factory=dict)
     registering_s: Seconds = 0.0
     num_resident: int = 0
@@ -75,7 +72,8 @@ def measure(model: str, root: Path, size: Size) -> Found:
     digests = [make_adapter(root, base, spec, seed) for seed in range(32)]
     _batches(found, directory, digests)
     _first_uses(found, directory, digests)
-    _switching(found, directory, digests[:8])
+    rounds = (size.num_switching, size.num_switching_rounds)
+    found.switching = measure_switching(directory, digests[:8], size.strides, rounds)
     _popularity(found, root, (base, directory), spec)
     if size.peft_steps:
         for batch in (8, 32):
@@ -107,23 +105,6 @@ def _first_uses(found: Found, directory: Path, digests: list[Digest]) -> None:
     first_use_s(engine, chosen[:2], is_cold=False)  # the first of all meets cold code
     found.first_use_s["DRAM"] = first_use_s(engine, chosen, is_cold=False)
     found.first_use_s["SSD"] = first_use_s(engine, chosen, is_cold=True)
-
-
-def _switching(found: Found, directory: Path, digests: list[Digest]) -> None:
-    """At 70 % of the requests per second that the unmerged engine carries of the same shape, all there at once. Every
-    engine has served before: its adapters are there, and the copies it found worth making."""
-    count, longest = found.size.num_switching, max(found.size.strides)
-    engines = {mode: MiniEngine(directory, _SWITCHING_BYTES, mode) for mode in MODES}
-    for mode, engine in engines.items():
-        engine.load(digests)
-        at_once = switching(engine, digests, longest, (count, 0.0, 0))
-        if mode is MergeMode.NEVER:
-            found.switching_gap_s = at_once.seconds / count / 0.7
-    for seed in range(found.size.num_switching_rounds):
-        for stride in found.size.strides:
-            for mode, engine in engines.items():
-                outcome = switching(engine, digests, stride, (count, found.switching_gap_s, seed))
-                found.switching.setdefault((stride, mode), []).append(outcome)
 
 
 def _popularity(found: Found, root: Path, base: tuple[Digest, Path], spec: DecoderSpec) -> None:

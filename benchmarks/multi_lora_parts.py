@@ -1,4 +1,4 @@
-"""The parts of the multi-LoRA measurement: batches, first uses, thousands of adapters, switching, and peft."""
+"""The parts of the multi-LoRA measurement: batches, first uses, thousands of adapters, and peft."""
 
 import os
 import random
@@ -83,20 +83,6 @@ def popularity_tokens_per_s(engine: MiniEngine, digests: Sequence[Digest], is_zi
     # All are there from the start and 32 run at a time: a closed loop that never lacks work.
     arrivals = [Arrival(0.0, digest, prompt(draw, 16), 24) for digest in chosen[:400]]
     return engine.run(arrivals, limit_s)
-
-
-def switching(engine: MiniEngine, digests: Sequence[Digest], stride: int, work: tuple[int, float, int]) -> Outcome:
-    """One run of the figure-10 shape: `work`: requests, mean seconds between them, seed. `stride` per adapter.
-
-    Source: dLoRA (OSDI 2024), figure 10: 8 adapters, Poisson arrivals; here consecutive requests share an adapter.
-    """
-    num_requests, gap_s, seed = work
-    draw, at, arrivals = random.Random(f"{stride}/{seed}"), 0.0, []
-    for index in range(num_requests):
-        at += draw.expovariate(1.0 / gap_s) if gap_s else 0.0
-        adapter = digests[index // stride % len(digests)]
-        arrivals.append(Arrival(at, adapter, prompt(draw, 24), 16 + draw.randrange(17)))
-    return engine.run(arrivals)
 
 
 def peft_tokens_per_s(directory: Path, batch: int, num_adapters: int, num_steps: int) -> float:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from nearline.engine.config import MergeMode
+from nearline.engine.merge_meter import MergeMeter
 from nearline.engine.merge_turns import merge_refusal, num_merged_copies
+from nearline.engine.merging import MergeCosts
 from nearline.engine.models.lora import AdapterRun
 from nearline.engine.models.merged import MergedDecoder
 from nearline.kernels import AttentionMeta
@@ -75,6 +77,20 @@ def test_auto_merges_the_steps_of_the_adapter_that_is_alone_and_lets_the_others_
         # In float32 the roundings are too small to change a token of these prompts.
         expected = adapters[1][name]([*SHARED[:20], index], 60 if name == "A" else 8)
         assert life.tokens[f"{name}{index}"] == expected
+
+
+def test_auto_a_copy_that_has_not_quite_paid_for_itself_is_made_while_nothing_runs(
+    run: Callable[..., Life], adapters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MergeMeter, "costs", property(lambda _: MergeCosts(saving_s=1.0, merge_s=200.0)))
+    life = run(MergeMode.AUTO, "A")
+    assert set(life.modes) == {"-"}  # type: ignore[attr-defined]
+    assert life.instance.core.kept_copies == (life.digest("A"),)
+    life.modes.clear()  # type: ignore[attr-defined]
+    life.submit("again", "A", [*SHARED[:20], 0], max_tokens=60)
+    life.drain()
+    assert set(life.modes) == {"m"}  # type: ignore[attr-defined]
+    assert life.tokens["again"] == adapters[1]["A"]([*SHARED[:20], 0], 60)
 
 
 def test_a_copy_is_made_layer_by_layer_and_leaves_the_base_as_it_was(run: Callable[..., Life]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from nearline.protocol import CheckpointInfo, Digest, FinishReason, InstanceState
-from nearline.protocol.frames import Abort, DeleteCheckpoint, EvictCheckpoint, InstanceChanged
+from nearline.protocol.frames import Abort, DeleteCheckpoint, EvictCheckpoint, InstanceChanged, PrepareAdapter
 from nearline.protocol.ids import InstanceId, RequestId
 from tests.node_agent.conftest import STAND_IN, Agent, FakeController, running_agent
 
@@ -303,3 +303,21 @@ async def test_frames_that_an_engine_has_copied_may_go_while_it_serves(
     await controller.ensure("i2", digest)
     await controller.state("i2", "ready")
     assert (await controller.report()).residency[0].is_pinned, "an engine that has not let go keeps its pin"
+
+
+async def test_adapters_are_read_ahead_by_instances_that_start_and_that_serve(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    """To the agent an adapter is a directory of its store: the one it has will do."""
+    digest = stored_checkpoint[0].digest
+    await controller.ensure("i1", digest)
+    await controller.send(PrepareAdapter(InstanceId("i1"), digest))
+    await controller.report(lambda r: r.instances[0].adapter_digests == (digest,))
+    await ready(controller, digest, "i2")
+    for name, wanted in (("i2", Digest("0" * 32)), ("nobody", digest), ("i2", digest), ("i2", digest)):
+        await controller.send(PrepareAdapter(InstanceId(name), wanted))
+    report = await controller.report(lambda r: all(i.adapter_digests for i in r.instances))
+    assert [(i.adapter_digests, i.num_running) for i in report.instances] == [((digest,), 0)] * 2
+    assert agent.log().count("adapter not read ahead") == 2
+    await controller.submit("i2", "r1", adapter_digest=digest)
+    assert token_ids(await controller.finished("r1")) == [0, 1, 2, 3, 4]

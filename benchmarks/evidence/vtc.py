@@ -1,12 +1,11 @@
 """Fair scheduling on the real trace of 27 clients: the published table, the recorded runs, and our counters.
 
-Usage: python -m benchmarks.evidence.vtc DIRECTORY     (real_FCFS.jsonl, real_LCF.jsonl, real_VTC.jsonl ...)
+Usage: python -m benchmarks.evidence.vtc --data DIRECTORY
 The tenants' order is the controller's own `VirtualCounters`; lengths are predicted by its `LengthPredictor`. Requests
 are those of the trace; the machine is the cost model fitted to that paper's A10G. Writes benchmarks/evidence/vtc.md.
 Source: [vtc] recorded runs, cost profile, pool of 10,000 tokens; [slora] admission by the peak the batch will reach.
 """
 
-import argparse
 import json
 from collections import deque
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from statistics import fmean
 
 from benchmarks import record
 from benchmarks.evidence import page
+from benchmarks.evidence.options import data_directory
 from nearline.controller.policy.fairness import VirtualCounters, spread_bound
 from nearline.controller.policy.prediction import Features, LengthPredictor
 from nearline.protocol import TenantId
@@ -194,7 +194,7 @@ def main(directory: Path) -> Path:
     bound = spread_bound(MAX_TOKENS, POOL_TOKENS)
     rows = []
     for kind, (published, rate) in PUBLISHED.items():
-        real = recorded(directory / f"real_{kind}.jsonl")
+        real = recorded(directory / "vtc" / f"real_{kind}.jsonl")
         ours = [Call(c.tenant, c.arrived_at, c.num_input, c.num_output) for c in real]
         machine = Machine(kind)
         machine.run(ours)
@@ -204,12 +204,10 @@ def main(directory: Path) -> Path:
                      f"{tokens_per_s(ours):.0f}", f"{machine.worst:,.0f} ({verdict})"])  # fmt: skip
     header = ["policy", "published", "recorded, our metric", "ours", "published rate", "recorded rate", "our rate",
               "spread"]  # fmt: skip
-    command = "python -m benchmarks.evidence.vtc DIRECTORY"
+    command = "python -m benchmarks.evidence.vtc --data DIRECTORY"
     parts = [record.table(header, rows), WHY.format(bound=bound)]
     return page.write("vtc", "Fairness on the real trace (27 clients, 1,500 requests, 600 s)", command, parts)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    print(main(parser.parse_args().directory))
+    print(main(data_directory(__doc__)))

@@ -64,8 +64,13 @@ def _sparse(value: Any) -> Any:
     defaults = _DEFAULTS.get(cls)
     if defaults is None:
         defaults = _DEFAULTS[cls] = tuple((f.name, f.default) for f in fields(value))
-    # Identity, not equality: True is not sent as the 1 that it equals, nor -0.0 as 0.0.
-    return {name: _sparse(item) for name, default in defaults if (item := getattr(value, name)) is not default}
+    # Identity, not equality: True is not sent as the 1 that it equals, nor -0.0 as 0.0. Floats of compiled classes have
+    # no identity.
+    return {
+        name: _sparse(item)
+        for name, default in defaults
+        if (item := getattr(value, name)) is not default and (type(item) is not float or repr(item) != repr(default))
+    }
 
 
 class MessageCodec:

@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
+
 from benchmarks.evidence import calibration_page
 from benchmarks.evidence.calibration_journal import SIX, Lived, keep, read_lived
 from nearline.client import AsyncClient
@@ -136,6 +138,19 @@ async def play(client: AsyncClient, calls: list[tuple[float, str, dict[str, Any]
     return begun_at
 
 
+def cpu_s() -> tuple[float, float, float]:
+    """Return now, and the processor seconds that all have used and that this run's processes have."""
+    times = psutil.cpu_times()
+    own = sum(sum(each.cpu_times()[:4]) for each in (psutil.Process(), *psutil.Process().children(recursive=True)))
+    return time.monotonic(), times.user + times.nice + times.system + times.irq + times.softirq + times.steal, own
+
+
+def others_share(since: tuple[float, float, float], until: tuple[float, float, float]) -> float:
+    """What part of the machine was used by others meanwhile."""
+    passed_s, all_s, own_s = (b - a for a, b in zip(since, until, strict=True))
+    return max(0.0, all_s - own_s) / (passed_s * (psutil.cpu_count() or 1))
+
+
 async def live(models: dict[str, Path], work: Path, minutes: float, num_slots: int) -> Path:
     """Run the load for real. Returns the directory of the journal."""
     profiles: dict[str, StepProfile] = {}
@@ -146,16 +161,19 @@ async def live(models: dict[str, Path], work: Path, minutes: float, num_slots: i
             model = {"name": name, "source": str(source), "keep_alive_s": KEEP_ALIVE_S}
             async for _ in client.admin.add("models", model):
                 pass
+        before = cpu_s()
         for name in models:
             async for event in client.admin.profile(name):
                 if "phase" not in event:
                     kept = {key: value for key, value in event.items() if key not in ("id", "node")}
                     profiles[name] = from_plain(StepProfile, kept)
         await warm_up(client, num_slots)
+        between = cpu_s()
         begun_at = await play(client, schedule(60.0 * minutes, seed=11))
         await asyncio.sleep(0.5)
+        after = cpu_s()
     journal = work / "data" / "controller" / "journal"
-    keep(journal, profiles, begun_at)
+    keep(journal, profiles, begun_at, [others_share(before, between), others_share(between, after)])
     return journal
 
 

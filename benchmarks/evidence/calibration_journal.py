@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -106,6 +106,8 @@ class Lived:
     report: NodeReport
     answers: list[Answer] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
+    others: tuple[float, ...] = (0.0, 0.0)
+    """The part of the machine that other processes used during profiles and warm-up, and during the load."""
 
     @property
     def load_s(self) -> float:
@@ -158,9 +160,10 @@ class Lived:
         return median(times)
 
 
-def keep(directory: Path, profiles: dict[str, StepProfile], begun_at: float) -> None:
+def keep(directory: Path, profiles: dict[str, StepProfile], begun_at: float, others: list[float]) -> None:
     """Put beside the journal what it does not say, so that `read_lived` needs nothing else."""
-    beside = {"begun_at": begun_at, "profiles": {name: to_plain(profile) for name, profile in profiles.items()}}
+    plain = {name: to_plain(profile) for name, profile in profiles.items()}
+    beside = {"begun_at": begun_at, "others": others, "profiles": plain}
     (directory / BESIDE).write_text(json.dumps(beside, indent=1) + "\n")
 
 
@@ -171,7 +174,8 @@ def read_lived(directory: Path) -> Lived:
     files = sorted(directory.glob("*.journal"))
     header, _ = read(files[0])
     events = (each for file in files for each in read(file)[1])
-    return lived_of(header.config, events, profiles, beside["begun_at"])
+    lived = lived_of(header.config, events, profiles, beside["begun_at"])
+    return replace(lived, others=tuple(beside["others"]))
 
 
 def lived_of(

@@ -86,17 +86,17 @@ def lone(lived: Lived) -> list[Answer]:
     return [answer for answer in answers if not num_beside(answer, answers)]
 
 
-def warm(lived: Lived, model_id: ModelId) -> list[tuple[float, float | None]]:
-    """What the first tokens of lone requests took beyond the profile's prefill, where an instance was there; and how
-    long it had been without work, if that was its first rest of at least a second."""
-    steps = lived.profiles[model_id].model
-    return [(a.ttft_s - steps.prefill_s(a.info.num_prompt_tokens), lived.first_rest_s(a))
-            for a in lone(lived) if a.info.model_id == model_id and lived.start_of(a) is None]  # fmt: skip
+def warm(lived: Lived, model_id: ModelId) -> list[tuple[float, float, float | None]]:
+    """Of lone requests whose instance was there: their prefill by the profile; what their first tokens took beyond it;
+    and how long the instance had been without work, if that was its first rest of at least a second."""
+    answers = [a for a in lone(lived) if a.info.model_id == model_id and lived.start_of(a) is None]
+    prefills = [lived.profiles[model_id].model.prefill_s(a.info.num_prompt_tokens) for a in answers]
+    return [(seconds, a.ttft_s - seconds, lived.first_rest_s(a)) for a, seconds in zip(answers, prefills, strict=True)]
 
 
 def beyond_s(lived: Lived, model_id: ModelId) -> float:
     """The mean of it, for means are compared, where the engine did nothing of its own."""
-    return fmean(seconds for seconds, rest_s in warm(lived, model_id) if not may_settle(rest_s))
+    return fmean(seconds for _, seconds, rest_s in warm(lived, model_id) if not may_settle(rest_s))
 
 
 def may_settle(rest_s: float | None) -> bool:
@@ -106,7 +106,7 @@ def may_settle(rest_s: float | None) -> bool:
 def settle_s(lived: Lived, model_id: ModelId) -> float:
     """For how long an engine is busy with itself once it has rested: from those whom it kept waiting, or could have."""
     usual_s = beyond_s(lived, model_id)
-    found = [rest_s - REST_S + seconds - usual_s for seconds, rest_s in warm(lived, model_id)
+    found = [rest_s - REST_S + seconds - usual_s for _, seconds, rest_s in warm(lived, model_id)
              if rest_s is not None and REST_S <= rest_s < REST_S + PROBE_S]  # fmt: skip
     return max(0.0, fmean(found)) if found else 0.0
 
@@ -117,16 +117,21 @@ def hop_s(lived: Lived) -> float:
 
 
 def steps_of(lived: Lived, model_id: ModelId) -> StepTimeModel:
-    """The profile, and what a step costs on top while tokens stream to callers: from lone requests and from six."""
+    """The profile, and what a step costs on top while tokens stream to callers: from lone requests and from six. A
+    prefill is stretched as a whole: what makes one longer than profiled makes a long one much longer."""
     steps = lived.profiles[model_id].model
     own = [a for a in lived.warm_up() if a.info.model_id == model_id]
     streaming = [(num_beside(a, lived.warm_up()), a) for a in own if a.num_tokens >= 20]
     one = fmean(_beyond_decode_s(a, steps, 1) for others, a in streaming if not others)
     six = fmean(_beyond_decode_s(a, steps, SIX) for others, a in streaming if others == SIX - 1)
+    usual_s = fmean(prefill_s for prefill_s, _, rest_s in warm(lived, model_id) if not may_settle(rest_s))
+    stretch = max(0.0, 1.0 + (beyond_s(lived, model_id) - hop_s(lived)) / usual_s)
     per_sequence = max((six - one) / (SIX - 1), -steps.decode_per_sequence_s)
     return replace(
         steps,
-        prefill_base_s=steps.prefill_base_s + beyond_s(lived, model_id) - hop_s(lived),
+        prefill_base_s=stretch * steps.prefill_base_s,
+        prefill_per_token_s=stretch * steps.prefill_per_token_s,
+        prefill_per_square_s=stretch * steps.prefill_per_square_s,
         decode_base_s=max(0.0, steps.decode_base_s + one - per_sequence),
         decode_per_sequence_s=steps.decode_per_sequence_s + per_sequence,
     )

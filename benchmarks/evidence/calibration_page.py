@@ -9,7 +9,7 @@ from benchmarks.evidence import page
 from benchmarks.evidence.calibration_journal import Lived, Run, Timing
 from benchmarks.evidence.calibration_machine import described, machine_of, profile_only, simulated
 
-AIM = 0.10
+AIM, QUIET = 0.10, 0.05
 AIMED = {"mean TTFT, s": "mean", "p90 TTFT, s": "p90", "swaps": "swaps"}
 BESIDE = {"p50 TTFT, s": "p50", "mean time per output token, s": "tpot", "starts": "starts", "mean E2E, s": "e2e"}
 
@@ -33,7 +33,9 @@ def write(lived: Lived, command: str) -> Path:
         f"Machine: {record.machine()}. Three models in {_count(machine.num_slots, 'slot')}; {len(live.timings)} "
         f"requests of mixed classes in {lived.load_s / 60:.1f} minutes, all of them compared: first token and end as "
         "the controller saw them. Profiles, and a warm-up of other requests before these, are all that the simulation "
-        "knows of the machine; of the load it knows when requests arrived and how long they were."
+        "knows of the machine; of the load it knows when requests arrived and how long they were. Other processes used "
+        f"{100 * lived.others[0]:.0f} % of the machine while it was measured and {100 * lived.others[1]:.0f} % during "
+        "the load" + (": it was not quiet, and this says little." if max(lived.others) > QUIET else ".")
     )
     parts = [
         over,

@@ -140,3 +140,14 @@ def test_the_page_says_what_was_compared(lived: Lived, tmp_path: Path, monkeypat
     text = calibration_page.write(lived, "command").read_text()
     assert "agreed: yes" in text
     assert f"{len(lived.run().timings)} requests" in text
+
+
+def test_a_machine_that_others_used_is_no_evidence(
+    lived: Lived, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    quiet, disturbed = (
+        calibration_page.write(replace(lived, others=(0.01, part)), "").read_text() for part in (0.0, 0.4)
+    )
+    assert "it was not quiet" in disturbed
+    assert "it was not quiet" not in quiet

@@ -42,12 +42,26 @@ def test_an_aim_that_is_missed_says_by_how_much_and_what_was_not_measured_is_not
 
 
 def test_swaps_and_imports_are_told_beside_what_the_machine_alone_would_take() -> None:
-    swap = {"swap": 0.15, "forward": 0.12, "unbind and bind": 0.01, "weights once through memory": 0.1}
+    swap = {"swap": 0.15, "forward": 0.12, "unbind": 0.004, "unbind and bind": 0.01, "weights once through memory": 0.1}
     imported = {"write": 2.0 * GB, "from memory": 1.0 * GB, "from memory s": 3.0, "from memory floor s": 1.5}
     text = body(found(swap=[swap], **{"import": [imported]}))
     assert "the floor of the first token is 100 ms, every weight read once at the 30 GB/s" in text
+    assert "unbinding 4.0 ms, then binding until 10.0 ms, then 140.0 ms for the first token" in text
     assert "from memory, every byte is written once: 3.0 s, the disk alone 1.5 s (" in text
     assert "from disk" not in text
+
+
+def test_a_miss_is_out_of_reach_only_where_the_device_alone_would_miss_too() -> None:
+    disk = {"write": 2.0 * GB, "from disk": 0.7 * GB, "from disk s": 4.3, "from disk floor s": 3.75}
+    memory = {"write": 2.0 * GB, "from memory": 0.9 * GB, "from memory s": 3.3, "from memory floor s": 1.5}
+    swap = {"swap": 0.15, "forward": 0.12, "weights once through memory": 0.06}
+    rows = {aim.what: aim.row()[3] for aim in aims(found(swap=[swap], **{"import": [disk, memory]}))}
+    # Of 2 GB/s written, 3 GB in 3.75 s are 0.4; in 1.5 s they are all of it.
+    assert rows["import from disk, of the disk's write bandwidth"] == (
+        "no, by 0.15; out of reach: the device alone gives 0.4"
+    )
+    assert rows["import from memory, of the disk's write bandwidth"] == "no, by 0.05"
+    assert rows["swap in DRAM to the first token of one token"] == "no, by 50 ms"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Without an NVIDIA GPU the CPU build of torch is a tenth of the size.
 TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all check format bench compiled clean
 
 demo: $(READY) $(MODEL)
 	$(BIN)/nearline demo
@@ -30,6 +30,10 @@ format: $(READY)
 
 bench: $(READY) $(MODEL)
 	$(BIN)/python -m benchmarks.cold_start
+
+# A copy of the packages with the minds as machine code: PYTHONPATH=build/compiled nearline simulate …
+compiled: $(READY)
+	$(BIN)/python -m nearline.simulator.compiled
 
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Nearline needs Python 3.11 or newer; try: make PYTHON=python3.12 demo")'

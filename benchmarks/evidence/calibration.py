@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
 from random import Random
@@ -141,7 +142,10 @@ async def play(client: AsyncClient, calls: list[tuple[float, str, dict[str, Any]
 def cpu_s() -> tuple[float, float, float]:
     """Return now, and the processor seconds that all have used and that this run's processes have."""
     times = psutil.cpu_times()
-    own = sum(sum(each.cpu_times()[:4]) for each in (psutil.Process(), *psutil.Process().children(recursive=True)))
+    own = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            own += sum(process.cpu_times()[:4])
     return time.monotonic(), times.user + times.nice + times.system + times.irq + times.softirq + times.steal, own
 
 
@@ -205,7 +209,7 @@ def main(arguments: Sequence[str]) -> Path:
 def _command(lived: Lived) -> str:
     num_slots = sum(device.num_slots for device in lived.report.devices)
     slots = f" --slots {num_slots}" if num_slots > 1 else ""
-    return f"python -m benchmarks.evidence.calibration --minutes {round(lived.load_s / 60)}{slots}"
+    return f"python -m benchmarks.evidence.calibration --minutes {round(lived.load_s / 30) / 2:g}{slots}"
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ class _DummyWeights:
 
     def wait_for(self, names: Seq[str]) -> None: ...
 
+    def is_complete(self) -> bool:
+        return True
+
 
 def _dummy_adapter(dtype: torch.dtype, device: torch.device) -> Adapter:
     a = torch.full((4, _SPEC.model_dim), 0.01, dtype=dtype, device=device)

@@ -27,6 +27,7 @@ class LoadedCheckpoint:
         self._arrival = arrival
         self._entries = {entry.name: entry for entry in manifest.tensors}
         self._copies: dict[tuple[str, ...], torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
 
     @property
     def is_copied(self) -> bool:
@@ -46,7 +47,9 @@ class LoadedCheckpoint:
         One that does not lie on a multiple of its item size is copied, after waiting. Raises CheckpointCorrupt if the
         checkpoint has no such tensor.
         """
-        return self._view([self._entry(name)])
+        if name not in self._views:
+            self._views[name] = self._view([self._entry(name)])
+        return self._views[name]
 
     def fused(self, names: Sequence[str]) -> torch.Tensor:
         """Concatenate tensors along dim 0: a view, without waiting, when they are adjacent; else a copy, after waiting.
@@ -95,6 +98,7 @@ class LoadedCheckpoint:
         """
         self._arrival.close()
         self._copies.clear()
+        self._views.clear()
         self._data = None
 
     def _entry(self, name: str) -> TensorEntry:

@@ -7,14 +7,14 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 
 from nearline.loader.addresses import MAP_FIXED, TABLE_BYTES, map_range, reserve, unmap_range
 from nearline.loader.pinned import PinnedFrames
-from nearline.loader.window import PoolWindow
+from nearline.loader.window import LentFrames, PoolWindow, runs
 from nearline.protocol import Bytes
 from nearline.protocol.errors import InstanceFailed, OutOfMemory
 from nearline.protocol.frames import PoolLayout
@@ -76,13 +76,14 @@ class MappedPool:
         reserved = num_bytes + TABLE_BYTES
         start = reserve(reserved)
         address = -(-start // TABLE_BYTES) * TABLE_BYTES
-        lent: dict[int, int] = {}
+        lent: list[LentFrames] = []
         try:
             if self._window is not None and chunk_bytes == self.layout.frame_bytes and not is_writable:
                 lent = self._window.lend(frames, address)
-            if len(lent) < len(frames):
+            there = {frame for run in lent for frame in range(run.frame, run.frame + run.num_frames)}
+            if len(there) < len(frames):
                 protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-                self._map_rest(frames, lent, address, chunk_bytes, protection)
+                self._map_rest(frames, there, address, chunk_bytes, protection)
         except OutOfMemory:
             _end_mapping(start, reserved, self._window, lent)
             raise
@@ -96,7 +97,7 @@ class MappedPool:
     ) -> None:
         """Map what the window did not lend, neighbouring frames with one call and one kernel area."""
         can_merge = chunk_bytes == self.layout.frame_bytes
-        for first, frame, count in _runs([-1 if f in lent else f for f in frames], can_merge):
+        for first, frame, count in runs([-1 if f in lent else f for f in frames], can_merge):
             flags, offset = mmap.MAP_SHARED | MAP_FIXED, frame * self.layout.frame_bytes
             map_range(address + first * chunk_bytes, count * chunk_bytes, protection, flags, self.fd, offset)
 
@@ -105,17 +106,7 @@ class MappedPool:
         self.ready.close()
 
 
-def _runs(frames: Sequence[int], can_merge: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (first chunk, first frame, count) of neighbouring frames; chunks whose frame is -1 are left out."""
-    start = 0
-    for i in range(1, len(frames) + 1):
-        if i == len(frames) or not can_merge or frames[i] != frames[i - 1] + 1 or frames[start] < 0:
-            if frames[start] >= 0:
-                yield start, frames[start], i - start
-            start = i
-
-
-def _end_mapping(start: int, num_bytes: Bytes, window: PoolWindow | None, lent: Mapping[int, int]) -> None:
+def _end_mapping(start: int, num_bytes: Bytes, window: PoolWindow | None, lent: Sequence[LentFrames]) -> None:
     if window is not None:
         window.take_back(lent)
     unmap_range(start, num_bytes)

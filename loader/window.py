@@ -8,7 +8,8 @@ those mappings into the checkpoint's contiguous range, page tables included.
 import mmap
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from nearline.loader.addresses import (
     MAP_FIXED,
@@ -24,6 +25,14 @@ from nearline.loader.addresses import (
 from nearline.protocol.frames import PoolLayout
 
 _SCAN_S = 0.2
+
+
+class LentFrames(NamedTuple):
+    """Neighbouring frames and where they have been moved, all with one call and one kernel area."""
+
+    frame: int
+    num_frames: int
+    address: int
 
 
 class PoolWindow:
@@ -46,28 +55,27 @@ class PoolWindow:
         """Begin to fault in frames whenever none is lent; ends when the window is garbage."""
         threading.Thread(target=_fault_ahead, args=(weakref.ref(self),), name="nearline-fault", daemon=True).start()
 
-    def lend(self, frames: Sequence[int], address: int) -> dict[int, int]:
-        """Move frames to `address`, one after the other; say which have moved, and where each is now. The others are
+    def lend(self, frames: Sequence[int], address: int) -> list[LentFrames]:
+        """Move frames to `address`, one after the other; say which have moved, and where they are now. The others are
         the caller's to map."""
         with self._wake:
             self._is_idle = False
-            moved = {}
-            for index, frame in enumerate(frames):
-                is_free = not self._is_lent[frame]
-                target = address + index * self._frame_bytes
-                if is_free and move_range(self._address(frame), self._frame_bytes, target):
-                    self._is_lent[frame] = True
-                    moved[frame] = target
+            moved = []
+            for index, frame, count in runs([-1 if self._is_lent[frame] else frame for frame in frames]):
+                lent = LentFrames(frame, count, address + index * self._frame_bytes)
+                if move_range(self._address(frame), count * self._frame_bytes, lent.address):
+                    self._is_lent[frame : frame + count] = [True] * count
+                    moved.append(lent)
             return moved
 
-    def take_back(self, lent: Mapping[int, int]) -> None:
+    def take_back(self, lent: Sequence[LentFrames]) -> None:
         """Move lent frames here again, from where they are, so that models that take turns fault on nothing either."""
         with self._wake:
-            for frame, address in lent.items():
-                if not move_range(address, self._frame_bytes, self._address(frame)):
-                    self._map(frame, 1)
-                    self._is_faulted[frame] = False
-                self._is_lent[frame] = False
+            for frame, count, address in lent:
+                if not move_range(address, count * self._frame_bytes, self._address(frame)):
+                    self._map(frame, count)
+                    self._is_faulted[frame : frame + count] = [False] * count
+                self._is_lent[frame : frame + count] = [False] * count
             self._is_idle = not any(self._is_lent)
 
     def fault_in_next(self) -> bool:
@@ -88,6 +96,16 @@ class PoolWindow:
     def _map(self, frame: int, count: int) -> None:
         flags, offset = mmap.MAP_SHARED | MAP_FIXED | MAP_NORESERVE, frame * self._frame_bytes
         map_range(self._address(frame), count * self._frame_bytes, mmap.PROT_READ, flags, self._fd, offset)
+
+
+def runs(frames: Sequence[int], can_merge: bool = True) -> Iterator[tuple[int, int, int]]:
+    """Yield (first chunk, first frame, count) of neighbouring frames; chunks whose frame is -1 are left out."""
+    start = 0
+    for i in range(1, len(frames) + 1):
+        if i == len(frames) or not can_merge or frames[i] != frames[i - 1] + 1 or frames[start] < 0:
+            if frames[start] >= 0:
+                yield start, frames[start], i - start
+            start = i
 
 
 def _fault_ahead(window: "weakref.ref[PoolWindow]") -> None:

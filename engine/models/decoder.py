@@ -132,7 +132,10 @@ class Decoder:
         packed = FusedStep(step.positions_T, step.slots_T, tables[0], step.meta, tables[1])
         adapters = step.lora.packed if step.lora is not None else ()
         fused.set_caches(step.kv.layers)
-        if self._is_loaded:
+        if self._is_loaded or self._reader.is_complete():
+            # All at once: between two layers their weights would have swept this code out of the caches, every time.
+            for index in range(num_layers):
+                self.layer(index)
             fused.run(residual_TM, packed, 0, num_layers, adapters)
             return
         for index in range(num_layers):

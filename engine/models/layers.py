@@ -28,6 +28,10 @@ class Weights(Protocol):
 
     def wait_for(self, names: Sequence[str]) -> None: ...
 
+    def is_complete(self) -> bool:
+        """Whether nothing has to be waited for any more."""
+        ...
+
 
 class NormWeights(NamedTuple):
     """A norm over the last dim. A family's offset is already in the weight; only layer norms have a bias."""
@@ -87,6 +91,8 @@ class LayerWeights:
 class LayerReader(Protocol):
     """Where a decoder's weights come from, each as soon as its bytes are there."""
 
+    def is_complete(self) -> bool: ...
+
     def layer(self, index: int) -> LayerWeights: ...
 
     def embedding(self) -> Matrix: ...
@@ -116,6 +122,10 @@ class WeightReader:
             self._formats[place] = quant_format(slot, spec, weights)
             rows, *columns = coded_shape(slot, spec)
             self._shapes[place] = (rows + self._shapes.get(place, (0,))[0], *columns)
+
+    def is_complete(self) -> bool:
+        """Whether every byte is there, so that no layer has to be waited for."""
+        return self._weights.is_complete()
 
     def layer(self, index: int) -> LayerWeights:
         """Wait for a layer's bytes and return it. Raises CheckpointCorrupt if they cannot come."""

@@ -87,6 +87,9 @@ class _MergedReader:
         self._matrices: dict[tuple[int, str], Tensor] = {}
         self.adapter: Adapter | None = None
 
+    def is_complete(self) -> bool:
+        return self._base.reader.is_complete()
+
     def layer(self, index: int) -> LayerWeights:
         assert self.adapter is not None
         layer, spec = self._base.layer(index), self._base.spec

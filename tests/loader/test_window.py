@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import time
+from pathlib import Path
 
 import torch
 
@@ -102,3 +103,20 @@ def test_models_that_take_turns_fault_on_nothing_without_any_idle_time() -> None
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 300, (
         "mapped afresh it were a fault for every 16 pages"
     )
+
+
+def test_neighbours_move_together_even_after_they_went_one_by_one() -> None:
+    fd, ready = pool_of(num_written=NUM_FRAMES)
+    pool = MappedPool(fd, ready, LAYOUT)
+    window = pool._window = PoolWindow(fd, LAYOUT)
+    fault_everything(window)
+    pool.map_frames((4, 3, 2), FRAME_BYTES)  # gone at once: the frames are back, each from a place of its own
+    data = pool.map_frames((1, 2, 3, 4), FRAME_BYTES)
+    assert data.view(4, FRAME_BYTES)[:, -1].tolist() == [2, 3, 4, 5]
+    num_areas = sum(1 for line in Path("/proc/self/maps").read_text().splitlines() if _is_within(line, data))
+    assert num_areas == 1
+
+
+def _is_within(line: str, data: torch.Tensor) -> bool:
+    start, end = (int(text, 16) for text in line.split()[0].split("-"))
+    return data.data_ptr() < end and start < data.data_ptr() + data.numel()

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import SMALLER
+from nearline.kernels import FusedDecoder
+from tests.engine.conftest import SMALLER, StateDictWeights
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -140,3 +141,23 @@ def test_mixed_dtypes_compute_in_the_dtype_of_the_projections(
     harness = bind(model)
     assert harness.runner.dtype == torch.bfloat16
     torch.testing.assert_close(harness.logits(tokens), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("is_complete", "num_calls"), [(True, 1), (False, 3)])
+def test_layers_run_in_one_call_once_every_byte_is_there_and_one_by_one_before(
+    is_complete: bool, num_calls: int, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any], bind: Any,
+    oracle_logits: Any, prompt: Any,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(StateDictWeights, "is_complete", lambda _: is_complete)
+    calls, run = [], FusedDecoder.run
+
+    def counted(self: FusedDecoder, *arguments: Any) -> None:
+        calls.append(arguments)
+        run(self, *arguments)
+
+    monkeypatch.setattr(FusedDecoder, "run", counted)
+    model = tiny_model("Llama", num_hidden_layers=3)
+    bound, tokens = bind(model), prompt(20)
+    calls.clear()
+    torch.testing.assert_close(bound.logits(tokens), oracle_logits(model, tokens), atol=1e-4, rtol=0)
+    assert len(calls) == num_calls

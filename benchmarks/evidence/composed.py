@@ -19,13 +19,14 @@ SINGLE = ("fcfs", "edf", "planner", "fair", "shortest", "start-up", "locality")
 OURS = "nearline"
 FLEET = "--models 40 --nodes 4 --slots 4 --model-gb 13 --dram-gb 110 --keep-alive 120 --max-replicas 3 --zipf 1.0"
 TRAFFIC = "--tenants 8 --batch-part 0.4 --max-requests 800"
-SEEDS = (3, 11, 12)
-"""The policy was tuned on the first alone."""
+SEEDS = (101, 102, 103)
+"""Never looked at while the policy was tuned: that was done on seeds 3 to 12."""
 WHY = """Attainment: part of requests whose first token came by its class's target (interactive 20 s, batch-1m 60 s): a
 refusal counts as a miss. Every policy runs the same core with the same swaps, drains and refusals; a single idea
 exchanges the order of requests, of models, or the place, and is first come, first served in the rest. Traces give
 arrivals and lengths; models (Zipf 1.0), tenants and classes (40 % batch-1m) are drawn. 4 nodes with 4 slots, DRAM for
-32 of the 40 models in all, A10G-7B steps, 2 GB/s SSD. No published number: nobody has combined the four."""
+32 of the 40 models in all, A10G-7B steps, 2 GB/s SSD. The policy was tuned on other seeds (3 to 12). No published
+number: nobody has combined the four."""
 
 
 def one(trace: Path, load: float, policy: str) -> tuple[float, float]:

@@ -1,8 +1,10 @@
 """Start-up times and waits, by hand."""
 
+from random import Random
+
 import pytest
 
-from nearline.controller.estimate import bytes_by_tier, retry_after_s, startup
+from nearline.controller.estimate import ResumeCost, bytes_by_tier, generated_tokens, retry_after_s, startup
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
 from nearline.protocol import Digest, InstanceId, InstanceSpec, InstanceState, Residency, Tier, TierBandwidth
@@ -71,3 +73,43 @@ def test_retry_after_is_the_queue_over_its_pace(waiting: int, places: int, servi
         ready = InstanceRecord(spec, node(0, 0), made, 0.0, state=InstanceState.READY, max_running=places)
         made.instances[InstanceId("i")] = ready
     assert retry_after_s(made) == expected
+
+
+def test_what_it_takes_to_compute_tokens_again_is_learned_as_a_line() -> None:
+    stream, cost = Random(1), ResumeCost()
+    assert not cost.is_known
+    for _ in range(200):
+        tokens = stream.randint(50, 1500)
+        cost.note(tokens, 0.04 + 0.0002 * tokens + stream.gauss(0.0, 0.005))
+    assert cost.is_known
+    assert cost.seconds(1000) == pytest.approx(0.04 + 0.2, rel=0.05)
+    assert cost.seconds(3000) == pytest.approx(0.04 + 0.6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seen", "asked", "expected"),
+    [
+        ([(100, 0.5)] * 8, 4000, 0.5),
+        ([(100, 0.5), (200, 0.1)] * 4, 300, 0.3),
+        ([(900, 0.9), (1000, 1.2)] * 4, 400, 0.442),
+    ],
+    ids=["one length: its time", "longer ones took less: the mean", "no time left for none: through the origin"],
+)
+def test_a_line_is_believed_only_as_far_as_it_makes_sense(
+    seen: list[tuple[int, float]], asked: int, expected: float
+) -> None:
+    cost = ResumeCost()
+    for tokens, seconds in 4 * seen:
+        cost.note(tokens, seconds)
+    assert cost.seconds(asked) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_request_has_what_it_brought_and_what_it_had_time_for() -> None:
+    request = RequestRecord(info("r", max_tokens=80), D, 1, 0.0, 0.0)
+    request.num_kept, request.dispatched_at = 10.0, 100.0
+    assert generated_tokens(request, 0.02, 101.0) == 10.0, "no token here yet"
+    request.has_token = True
+    assert generated_tokens(request, 0.02, 101.0) == 60.0
+    assert generated_tokens(request, 0.02, 109.0) == 80.0, "no more than it may have"
+    request.evicted_at = 100.5
+    assert generated_tokens(request, 0.02, 109.0) == 35.0, "none since it gave way"

@@ -18,6 +18,7 @@ from nearline.controller.policy.prediction import (
     Features,
     LengthPredictor,
     bucket_of,
+    remaining_tokens,
     shortest_first,
 )
 from nearline.protocol import TenantId
@@ -152,3 +153,13 @@ def test_perfect_is_best_ours_is_close_constant_is_first_come_and_inverted_is_wo
     assert perfect <= ours <= 1.2 * perfect
     assert ours < 0.75 * constant
     assert constant < inverted
+
+
+@pytest.mark.parametrize(
+    ("predicted", "done", "limit", "rest"),
+    [(100, 30, 500, 70), (100, 200, 500, 100), (100, 480, 500, 20), (9, 9, 9, 1)],
+)
+def test_what_is_still_to_come_is_the_rest_of_the_prediction_or_half_of_what_outran_it(
+    predicted: float, done: float, limit: int, rest: float
+) -> None:
+    assert remaining_tokens(predicted, done, limit) == rest

@@ -9,7 +9,7 @@ Requests go where a place is free when they begin, so answers move only where th
    memory suffices.
 Each move makes fewer wait inside instances, so none is ever taken back. Nobody moves more than `max_moves` times, nor
 within `move_gap_s` of the last time, nor with a promised pace, nor if computing its tokens again costs more than a part
-of what is left of it; an instance takes one that brings tokens at a time. Running answers stay where memory is full
+of what is left of it; an instance takes one that brings tokens at a time. Running answers stay in full memories,
 in large batches and in instances that drain: moving those gained nothing, simulated.
 Sources: [dlora] reactive co-migration of requests and adapters, [serverlessllm] migration by tokens and its a·t + b.
 """

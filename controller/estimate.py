@@ -30,7 +30,7 @@ class StartEstimate:
 @dataclass(slots=True)
 class ResumeCost:
     """What it takes one model to compute known tokens and come to the next: a·tokens + b, fitted to what first tokens
-    took when a place was free. Old ones fade.
+    took in loaded instances when a place was free. Old ones fade.
 
     Source: [serverlessllm] resume time of a migration by tokens; it fits a and b offline, this one learns them.
     """

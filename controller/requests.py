@@ -97,7 +97,8 @@ class RequestDesk:
         request.has_token = True
         request.num_fruitless = 0
         model = self._fleet.model_of(request)
-        if model.num_running <= model.num_places:
+        loaded_at = self._fleet.instances[request.instance_id].loaded_at
+        if model.num_running <= model.num_places and loaded_at is not None and loaded_at <= request.dispatched_at:
             model.resume.note(request.info.num_prompt_tokens + request.num_kept, now - request.dispatched_at)
         if request.first_token_at is None:
             request.first_token_at = now

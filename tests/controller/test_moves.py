@@ -113,6 +113,29 @@ def test_a_request_whose_instance_is_lost_right_after_its_move_goes_on_once_more
     assert (record.attempt >= 2, record.num_losses) == (True, 1)
 
 
+def test_waiting_for_the_bytes_of_a_start_is_not_what_a_resume_takes() -> None:
+    w = World(CoreConfig())
+    w.post(happened.ModelAdded(model("a")))
+    w.add_node(report("n1", digests=["digest-of-a"]))
+    w.arrive("cold", max_tokens=3)
+    (instance,) = w.instances()
+    w.bind(instance)
+    assert "cold" in instance.sequences, "it is there before the bytes"
+    w.sleep(30.0)
+    w.load(instance)
+    w.token("cold")
+    w.finish("cold")
+    for n in range(8):
+        w.arrive(f"w{n}", max_tokens=3)
+        w.sleep(0.1)
+        w.token(f"w{n}")
+        w.finish(f"w{n}")
+    owner = w.core.fleet.current_model(ModelId("a"))
+    assert owner is not None
+    assert owner.resume.is_known
+    assert owner.resume.seconds(100) == pytest.approx(0.1), "without the 30 s of the start"
+
+
 def test_whatever_happens_nobody_moves_too_often_and_everybody_ends_once() -> None:
     """Random histories of two nodes; `World.post` checks the fleet's invariants after every event."""
     num_migrated = 0

@@ -30,7 +30,13 @@ def downloaded(url: str, root: Path, reporter: Reporter) -> Iterator[Path]:
 
 
 def _checked(url: str) -> SplitResult:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        is_sound = parts.port != 0 and not any(char.isspace() for char in url)
+    except ValueError:  # a bracket too many, a port too large
+        is_sound = False
+    if not is_sound:
+        raise InvalidRequest("the source is no URL: look at its brackets and its port; a space is %20", param="source")
     if not parts.hostname:
         raise InvalidRequest(f"{url} names no host", param="source")
     if parts.username or parts.password:

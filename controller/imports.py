@@ -13,7 +13,15 @@ from nearline.controller.node_link import NodeLinks
 from nearline.controller.policy.imports import copy_place, import_place, peer_urls
 from nearline.controller.state import Fleet, NodeRecord
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, NodeId, TaskId, peer_source
-from nearline.protocol.errors import CheckpointCorrupt, ErrorInfo, NearlineError, NodeLost, NotFound, Overloaded
+from nearline.protocol.errors import (
+    CheckpointCorrupt,
+    ErrorInfo,
+    InvalidRequest,
+    NearlineError,
+    NodeLost,
+    NotFound,
+    Overloaded,
+)
 from nearline.protocol.frames import (
     CancelImport,
     DeleteCheckpoint,
@@ -84,14 +92,16 @@ class Imports:
     ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
         """Copy a checkpoint to a node from those that have it; yield progress, then ImportFinished.
 
-        Raises NodeLost without a node to copy from or to, NotFound for a node nobody knows, and what the copy raises.
+        Raises NodeLost without a node to copy from, InvalidRequest without one to copy to, NotFound for a node nobody
+        knows, and what the copy raises.
         """
         nodes = self._fleet.nodes
         if wished is not None and wished not in nodes:
             raise NotFound(f"no node is named {wished!r}; there are {', '.join(sorted(nodes))}", param="node")
         node_id = wished or copy_place(nodes.values(), checkpoint.digest)
         if node_id is None:
-            raise NodeLost("every connected node has this checkpoint already", retry_after_s=_RETRY_S)
+            reason = "every connected node has this checkpoint already; a copy needs another node"
+            raise InvalidRequest(reason, param="node")
         peers = peer_urls(nodes.values(), checkpoint.digest, node_id)
         if not peers:
             raise NodeLost(

@@ -91,11 +91,18 @@ class Registry:
                 return adapter
         return None
 
-    def check_free(self, name: str) -> None:
-        """Raises InvalidRequest for a bad name, NameTaken for one in use."""
+    def check_free(self, name: str, base_id: ModelId | None = None) -> None:
+        """Check the name of something new, an adapter if it has a base: no name that was called before may come to mean
+        something else. Raises InvalidRequest for a bad name, NameTaken for one in use."""
         check_name(name)
         if name in self.models or name in self.adapters:
             raise NameTaken(f"{name!r} is registered already; remove it first or choose another name", param="name")
+        if (meant := self._qualified(name)) is not None:
+            found = f"adapter {meant.adapter_id!r} on {meant.base_id!r}"
+            raise NameTaken(f"{name!r} means {found} already; choose another name", param="name")
+        qualified = f"{base_id}:{name}"
+        if base_id is not None and (qualified in self.models or qualified in self.adapters):
+            raise NameTaken(f"{qualified!r} is registered already, and would mean this adapter, too", param="name")
 
     def adapters_of(self, model_id: ModelId) -> list[AdapterSpec]:
         return [adapter for adapter in self.adapters.values() if adapter.base_id == model_id]

@@ -43,8 +43,7 @@ class Registrar:
 
     def check(self, door: Door, body: ModelBody | AdapterBody) -> None:
         """Refuse before anything is read. Raises InvalidRequest, NameTaken, ModelNotFound."""
-        known = door.registry.models if isinstance(body, ModelBody) else door.registry.adapters
-        check_name(body.name) if body.replace and body.name in known else door.registry.check_free(body.name)
+        _check_name(door, body)
         if body.name in self._names:
             raise NameTaken(f"{body.name!r} is being registered right now", param="name")
         if isinstance(body, AdapterBody):
@@ -110,6 +109,15 @@ async def _keeping_bytes(door: Door, change: Coroutine[Any, Any, Event]) -> Even
         return await change
 
 
+def _check_name(door: Door, body: ModelBody | AdapterBody) -> None:
+    """Raises InvalidRequest, NameTaken."""
+    known = door.registry.models if isinstance(body, ModelBody) else door.registry.adapters
+    if body.replace and body.name in known:
+        check_name(body.name)
+    else:
+        door.registry.check_free(body.name, ModelId(body.base) if isinstance(body, AdapterBody) else None)
+
+
 def base_of(door: Door, body: AdapterBody) -> ModelSpec:
     """Raises ModelNotFound."""
     base = door.registry.models.get(body.base)
@@ -140,6 +148,7 @@ async def _remove_adapter(door: Door, name: ModelId) -> Event:
 
 
 async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> Event:
+    _check_name(door, body)  # another name may have been registered while the import ran
     older = door.registry.models.get(body.name)
     if older is not None and older.checkpoint.digest != found.digest and door.registry.adapters_of(older.model_id):
         raise AdapterMismatch(f"{body.name!r} has adapters made for its present weights; remove them first")
@@ -195,6 +204,7 @@ def check_limits(limits: ModelBody | ModelSpec) -> None:
 
 async def _publish_adapter(door: Door, body: AdapterBody, found: CheckpointInfo) -> Event:
     base = base_of(door, body)  # it may have been removed while the import ran
+    _check_name(door, body)
     if found.base_digest not in (None, base.checkpoint.digest):
         raise AdapterMismatch(f"{base.model_id!r} was replaced during the import; register the adapter again")
     spec = AdapterSpec(ModelId(body.name), base.model_id, found, time.time())

@@ -147,6 +147,10 @@ def test_what_turns_out_corrupt_is_not_kept_for_the_next_try(root: Path, source:
         ("{}/nothing", "has no config.json and no adapter_config.json; give the URL of a .gguf file"),
         ("http://me:secret@127.0.0.1/m", "must not hold credentials"),
         ("http:///m", "names no host"),
+        ("http://[", "is no URL"),
+        ("https://[x]/y", "is no URL"),
+        ("http://me:secret@x:99999/y", "is no URL"),
+        ("http://a b/", "is no URL"),
     ],
 )
 def test_a_url_that_is_no_source_is_refused_saying_what_would_be(root: Path, server: Web, url: str, words: str) -> None:

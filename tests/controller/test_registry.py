@@ -59,6 +59,19 @@ async def test_names_mean_models_then_adapters_then_base_and_adapter(state: Stat
         registry.check_free("x:y")
 
 
+async def test_no_new_name_changes_what_another_name_means(state: State) -> None:
+    registry = await leading(state)
+    await registry.put_model(model("m"))
+    await registry.put_adapter(adapter("a", "m"))
+    with pytest.raises(NameTaken, match="means adapter 'a' on 'm' already"):
+        registry.check_free("m:a")
+    await registry.put_model(model("m:b"))
+    with pytest.raises(NameTaken, match="'m:b' is registered already"):
+        registry.check_free("b", ModelId("m"))
+    registry.check_free("b", ModelId("m:b"))
+    registry.check_free("m:c")
+
+
 @pytest.mark.parametrize("name", ["a", "org/model-7b:v1.2", "模型/名", "a_b@c+d=e"])
 def test_sensible_names_are_accepted(name: str) -> None:
     check_name(name)

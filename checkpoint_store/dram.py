@@ -115,7 +115,8 @@ class DramCache:
                 self._entries[digest].trusted_stamp = stamp
 
     def acquire(self, digest: Digest, may_stream: bool = False) -> Lease:
-        """Pin a checkpoint and start reading what is missing. Preloads under way make room if nothing else can.
+        """Pin a checkpoint and start reading what is missing. Preloads under way make room if nothing else can, but not
+        for a packed one.
 
         `may_stream`: a checkpoint larger than the pool gets a streamed lease. Raises ModelNotFound or OutOfMemory.
         """
@@ -123,7 +124,8 @@ class DramCache:
             return self._acquire(digest, is_urgent=True, may_stream=may_stream)
         except OutOfMemory:
             with self._changed:
-                preloads = list(self._preloads)
+                is_packed = digest in self._entries and self._tier.is_packed(digest)
+                preloads = [] if is_packed else list(self._preloads)
             if not preloads:
                 raise
         for lease in preloads:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from nearline.checkpoint_store import CheckpointStore, Lease, Manifest
+from nearline.checkpoint_store.weights_file import WeightsFile
 from nearline.protocol import CheckpointKind, Digest, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, OutOfMemory
 
@@ -140,6 +141,34 @@ def test_a_model_takes_the_frames_of_packs_nobody_holds(open_store: OpenStore, a
         with pytest.raises(OutOfMemory):
             store.acquire(adapters[1].digest)
     store.check()
+
+
+def test_an_adapter_that_finds_no_room_ends_no_preload(
+    open_store: OpenStore, add: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file can be read instead; a model's start still ends the preload."""
+    adapter, preloaded, started = (
+        add(size, seed, kind)
+        for seed, (size, kind) in enumerate(
+            [(5000, CheckpointKind.ADAPTER), (400_000, CheckpointKind.MODEL), (400_001, CheckpointKind.MODEL)]
+        )
+    )
+    disk, read_into = threading.Event(), WeightsFile.read_into
+
+    def held(self: WeightsFile, view: memoryview, offset: int) -> None:
+        assert disk.wait(20)
+        read_into(self, view, offset)
+
+    monkeypatch.setattr(WeightsFile, "read_into", held)
+    store = open_store(num_frames=len(preloaded.chunk_digests))
+    preload = store.preload(preloaded.digest)
+    with pytest.raises(OutOfMemory):
+        store.acquire(adapter.digest)
+    assert not preload.done()
+    threading.Timer(0.1, disk.set).start()  # the start waits until what is being read has been
+    with store.acquire(started.digest) as lease:
+        assert isinstance(preload.exception(20), Cancelled)
+        lease.done.result(20)
 
 
 def test_tenants_never_see_each_other_while_everything_comes_and_goes(open_store: OpenStore, add: Add) -> None:

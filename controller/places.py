@@ -14,7 +14,7 @@ from nearline.controller.policy.agreement import rank
 from nearline.controller.queues import RequestRecord
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
-from nearline.protocol import Seconds, SloClass
+from nearline.protocol import Digest, Seconds, SloClass
 
 _LOOSEST = rank(SloClass.BATCH_1H)
 
@@ -69,24 +69,32 @@ class PlaceDesk:
         self._agenda.do(Dispatch(*args, reason, dispatch.engine_priority(info), request.predicted_tokens))
 
     def _give_way(self, model: ModelRecord, now: Seconds) -> None:
-        """Interrupt answers of looser classes for waiting requests that would be late; look again when one would."""
+        """Interrupt answers of looser classes for waiting requests that would be late; look again when one would.
+
+        Who can have nobody give way, or needs it later, stops nobody behind him: he would not get that place.
+        """
         wait = model.waits.estimate({}, model.num_running, model.num_places)
+        look_at, in_vain = float("inf"), dict[tuple[int, Digest | None], None]()
         for request in model.queue.candidates(now):
-            if rank(request.info.slo.slo_class) == _LOOSEST or dispatch.is_suspect(request, self._config):
-                return
-            if request.is_late:
-                return
+            if dispatch.is_suspect(request, self._config):
+                break
+            strictness = rank(request.info.slo.slo_class)
+            needs = strictness, request.info.adapter_digest
+            if strictness == _LOOSEST or request.is_late or needs in in_vain:
+                continue
             if eviction.is_soon(request.target_s, wait):
                 continue
             risk_at = eviction.at_risk_at(request.due_at, request.target_s, wait)
             if now < risk_at:
-                self._agenda.timers.set(("places", model.name), risk_at)
-                return
-            instances = list(model.instances.values())
-            chosen = eviction.victim(instances, request, model.service_s, now, self._config)
+                look_at = min(look_at, risk_at)
+                continue
+            chosen = eviction.victim(model.instances.values(), request, model.service_s, now, self._config)
             if chosen is None:
-                return
+                in_vain[needs] = None
+                continue
             self._evict(self._fleet.requests[chosen.info.request_id], request, now)
+        if look_at < float("inf"):
+            self._agenda.timers.set(("places", model.name), look_at)
 
     def _evict(self, chosen: RequestRecord, urgent: RequestRecord, now: Seconds) -> None:
         assert chosen.instance_id is not None, "only what runs can give way"

@@ -5,11 +5,18 @@ import pytest
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
-from nearline.protocol import ModelId, RequestId, SloClass
+from nearline.controller.state import ModelRecord
+from nearline.protocol import ModelId, RequestId, SloClass, TenantId
 from tests.controller.fleets import MAX_RUNNING, World, model, report, slo, world
 
 BATCH, HOUR, NOW = (slo(slo_class=c) for c in (SloClass.BATCH_1M, SloClass.BATCH_1H, SloClass.INTERACTIVE))
 CONFIG = CoreConfig(dispatch_headroom=0)
+
+
+def owner(w: World) -> ModelRecord:
+    found = w.core.fleet.current_model(ModelId("a"))
+    assert found is not None
+    return found
 
 
 def full_of(batch: object, config: CoreConfig = CONFIG, num: int = MAX_RUNNING) -> World:
@@ -69,6 +76,33 @@ def test_nobody_gives_way_who_has(batch: object, urgent: object, why: str) -> No
     w.arrive("urgent", slo=urgent)
     w.sleep(40)
     assert w.take(do.YieldPlace) == [], why
+
+
+@pytest.mark.parametrize(
+    ("running", "first", "arrives_s", "second", "by_s", "why"),
+    [
+        (HOUR, NOW, 25.0, NOW, 10.1, "is late already"),
+        (HOUR, NOW, 0.0, slo(ttft_s=4.0), 2.1, "can wait longer"),
+        (BATCH, BATCH, 45.0, NOW, 10.1, "has nobody looser to give way"),
+        (BATCH, slo(ttft_s=60.0, slo_class=SloClass.BATCH_1H), 45.0, NOW, 10.1, "is of the loosest class"),
+    ],
+)
+def test_another_tenants_request_stops_nobody_though_it_is_the_next_and(
+    running: object, first: object, arrives_s: float, second: object, by_s: float, why: str
+) -> None:
+    w = world("a", config=CONFIG)
+    for n in range(MAX_RUNNING):
+        w.arrive(f"b{n}", slo=running)
+    w.start_all()
+    w.arrive("x", slo=first, tenant=TenantId("t1"))
+    w.sleep(arrives_s)
+    w.arrive("y", slo=second, tenant=TenantId("t2"))
+    assert [r.info.request_id for r in owner(w).queue.candidates(w.now)] == ["x", "y"]
+    for n in range(MAX_RUNNING):
+        w.token(f"b{n}")
+    w.sleep(by_s)
+    assert "y" in w.running(), f"the other one {why}"
+    assert "x" not in w.running()
 
 
 def test_without_a_first_token_or_with_evictions_off_nobody_gives_way() -> None:

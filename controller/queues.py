@@ -214,16 +214,18 @@ class VirtualQueue:
                 self._set_aside(group, tenant, lead_s, now)
 
     def _set_aside(self, group: RequestGroup, tenant: TenantId, lead_s: Seconds, now: Seconds) -> None:
-        while tenant in group.lines:
-            head = next(iter(group.lines[tenant].values()))
-            if head.first_token_at is not None:
-                return  # its promise is kept or broken already
-            if not is_too_late(head.due_at, head.target_s, lead_s, now):
-                self.late_from = min(self.late_from, late_from(head.due_at, head.target_s))
-                return
-            self._leave_group(head)
-            head.set_late(True)
-            self._join_group(head)
+        late = []
+        for request in group.lines[tenant].values():
+            if request.first_token_at is not None:
+                continue  # its promise is kept or broken already; those behind it are not
+            if not is_too_late(request.due_at, request.target_s, lead_s, now):
+                self.late_from = min(self.late_from, late_from(request.due_at, request.target_s))
+                break
+            late.append(request)
+        for request in late:
+            self._leave_group(request)
+            request.set_late(True)
+            self._join_group(request)
 
     def charge(self, request: RequestRecord) -> None:
         """Charge a request that begins to run: its prompt, and the answer that is expected of it; once in its life."""

@@ -98,17 +98,29 @@ def test_setting_aside_moves_exactly_those_who_are_too_late_and_loses_nobody(
     assert queue.requests() == made
     for each in made:
         is_hopeless = now > each.due_at - min(lead_s, 0.5 * each.target_s)
-        assert not each.is_late or (is_hopeless and each.first_token_at is None)
+        assert each.is_late == (is_hopeless and each.first_token_at is None)
         assert each.group_key.is_late == each.is_late
-        ahead = [r for r in made if r.order < each.order and r.info.slo.slo_class is each.info.slo.slo_class]
-        if is_hopeless and each.first_token_at is None and all(r.first_token_at is None for r in ahead):
-            assert each.is_late, "it stood behind nobody who was let go on"
+    left = [each.due_at - 0.5 * each.target_s for each in made if not each.is_late and each.first_token_at is None]
+    assert queue.late_from == min(left, default=float("inf"))
     for group in queue.ordered_groups():
         orders = [each.order for each in group.waiting.values()]
         assert orders == sorted(orders)
     for each in made:
         queue.remove(each)
     assert queue.num_waiting == 0
+
+
+def test_hopeless_requests_behind_one_that_lost_its_instance_let_go_first_who_can_be_in_time() -> None:
+    queue = VirtualQueue()
+    lost, hopeless, fresh = request(1, 0.0), request(2, 1.0), request(3, 25.0)
+    lost.first_token_at = 2.0
+    fresh.length_bucket, fresh.predicted_tokens = 5, 100.0
+    for each in (lost, hopeless, fresh):
+        queue.push(each)
+    queue.set_aside(SERVICE_S, 26.0)
+    assert [each.is_late for each in (lost, hopeless, fresh)] == [False, True, False]
+    queue.remove(lost)
+    assert next(iter(queue.candidates(26.0))) is fresh
 
 
 def test_a_late_interactive_request_goes_behind_a_fresh_one_and_before_one_with_an_hour_left() -> None:

@@ -32,9 +32,29 @@ def may_move(request: RunningView, now: Seconds, config: CoreConfig) -> bool:
     return request.moved_at is None or now >= request.moved_at + config.move_gap_s
 
 
+def with_place(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) -> list[InstanceView]:
+    """Name the instances that would run one more request now."""
+    return [i for i in instances if load_of(i) < i.max_running and has_room(i, now, config)]
+
+
+def may_take(instance: InstanceView, request: RunningView) -> bool:
+    """Whether an instance with a place free may take a request that moves: its node holds the adapter, and it takes one
+    that brings tokens at a time."""
+    if not instance.node.holds(request.info.adapter_digest):
+        return False
+    brings_tokens = request.has_token or request.num_kept > 0.0
+    return not (brings_tokens and any(r.num_kept > 0.0 and not r.has_token for r in instance.in_flight.values()))
+
+
+def best_place(free: Sequence[InstanceView], request: RunningView) -> InstanceView | None:
+    """Of instances with a place free the best for a request that moves. Ties go to smaller ids."""
+    able = [i for i in free if may_take(i, request)]
+    return min(able, key=lambda i: (load_of(i) / i.max_running - affinity(i, request), i.instance_id), default=None)
+
+
 def move(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) -> Move | None:
-    """Name the next move, or None when no place stands free while somebody waits elsewhere. Ties go to smaller ids."""
-    free = [i for i in instances if has_room(i, now, config) and load_of(i) < i.max_running]
+    """Name the next move, or None when no place stands free while somebody waits elsewhere."""
+    free = with_place(instances, now, config)
     if not free:
         return None
     for source in sorted(instances, key=lambda i: (i.max_running - load_of(i), i.instance_id)):
@@ -42,9 +62,8 @@ def move(instances: Sequence[InstanceView], now: Seconds, config: CoreConfig) ->
             break
         waiting = [r for r in source.in_flight.values() if not r.has_token and may_move(r, now, config)]
         for request in sorted(waiting, key=lambda r: -r.order):
-            targets = [i for i in free if i.node.holds(request.info.adapter_digest)]
-            if targets:
-                target = min(targets, key=lambda i: (load_of(i) / i.max_running - affinity(i, request), i.instance_id))
+            target = best_place(free, request)
+            if target is not None:
                 held = f"{load_of(source)} requests for {source.max_running} places on {source.instance_id}"
                 return Move(request, source.instance_id, target.instance_id, f"{held}, {target.instance_id} has one")
     return None

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from nearline.controller.config import CoreConfig
 from nearline.controller.estimate import ResumeCost, generated_tokens
-from nearline.controller.policy.balance import Move, may_move
-from nearline.controller.policy.dispatch import affinity, has_room, load_of
+from nearline.controller.policy.balance import Move, best_place, may_move, may_take, with_place
+from nearline.controller.policy.dispatch import load_of
 from nearline.controller.policy.prediction import remaining_tokens
 from nearline.controller.policy.views import InstanceView, RunningView
 from nearline.protocol import Seconds
@@ -59,6 +59,7 @@ class Costs:
 
 def go_on(instances: Sequence[InstanceView], costs: Costs, now: Seconds, config: CoreConfig) -> Move | None:
     """Name an evicted answer that goes on elsewhere sooner than where it is, the one that waits longest first."""
+    free = with_place(instances, now, config)
     held = [(r, i) for i in instances if i.num_evicted for r in i.in_flight.values() if r.evicted_at is not None]
     for request, source in sorted(held, key=lambda pair: (pair[0].evicted_at or 0.0, pair[0].order)):
         if not source.is_acknowledged or load_of(source) < source.max_running or not may_move(request, now, config):
@@ -66,7 +67,7 @@ def go_on(instances: Sequence[InstanceView], costs: Costs, now: Seconds, config:
         waited_s = now - (request.evicted_at or 0.0)
         if waited_s < costs.resume_s(request, now) or not costs.is_worth(request, now):
             continue
-        target = _target(instances, source, request, now, config)
+        target = best_place(free, request)
         if target is not None:
             reason = f"it gave way {waited_s:.1f} s ago, {target.instance_id} has a free place"
             return Move(request, source.instance_id, target.instance_id, reason)
@@ -78,6 +79,7 @@ def make_room(instances: Sequence[InstanceView], costs: Costs, now: Seconds, con
 
     To be asked once `balance.move` has found nobody who waits and could go himself.
     """
+    free = with_place(instances, now, config)
     for source in sorted(instances, key=lambda i: (i.max_running - load_of(i), i.instance_id)):
         if load_of(source) <= source.max_running:
             break
@@ -92,7 +94,7 @@ def make_room(instances: Sequence[InstanceView], costs: Costs, now: Seconds, con
             if cost_s < soon_s and costs.is_worth(request, now):
                 found.append((cost_s, -request.order, request))
         for _, _, request in sorted(found, key=lambda each: each[:2]):
-            target = _target(instances, source, request, now, config)
+            target = best_place(free, request)
             if target is not None:
                 held = f"{load_of(source)} requests for {source.max_running} places on {source.instance_id}"
                 reason = f"{held}, those who wait can run only there, {target.instance_id} has a free place"
@@ -108,8 +110,8 @@ def relieve(instances: Sequence[InstanceView], costs: Costs, now: Seconds, confi
     """
     needs = {i.instance_id: sum(costs.tokens(r, now) for r in i.in_flight.values()) for i in instances}
     full = [i for i in instances if needs[i.instance_id] > FULL * i.kv_tokens_total > 0]
-    roomy = [i for i in instances if needs[i.instance_id] < ROOMY * i.kv_tokens_total and load_of(i) < i.max_running]
-    roomy = [i for i in roomy if has_room(i, now, config)] if full else []
+    roomy = [i for i in instances if needs[i.instance_id] < ROOMY * i.kv_tokens_total] if full else []
+    roomy = with_place(roomy, now, config)
     for source in sorted(full, key=lambda i: (-needs[i.instance_id] / i.kv_tokens_total, i.instance_id)):
         if not roomy or not source.is_usable or not source.is_acknowledged:
             continue
@@ -120,25 +122,9 @@ def relieve(instances: Sequence[InstanceView], costs: Costs, now: Seconds, confi
                 continue
             limits = {i.instance_id: min(needs[source.instance_id], FILLED * i.kv_tokens_total) for i in roomy}
             fit = [i for i in roomy if needs[i.instance_id] + tokens < limits[i.instance_id]]
-            targets = [i for i in fit if i.node.holds(request.info.adapter_digest)]
+            targets = [i for i in fit if may_take(i, request)]
             if targets:
                 target = min(targets, key=lambda i: (needs[i.instance_id], i.instance_id))
                 need = f"{needs[source.instance_id]:.0f} tokens for {source.kv_tokens_total} on {source.instance_id}"
                 return Move(request, source.instance_id, target.instance_id, f"{need}, {target.instance_id} has room")
     return None
-
-
-def _target(
-    instances: Sequence[InstanceView], source: InstanceView, request: RunningView, now: Seconds, config: CoreConfig
-) -> InstanceView | None:
-    """The best other place for a request that brings tokens. An instance takes one such at a time."""
-    free = [
-        i for i in instances
-        if i is not source and load_of(i) < i.max_running and has_room(i, now, config)
-        and i.node.holds(request.info.adapter_digest) and not any(map(_is_resuming, i.in_flight.values()))
-    ]  # fmt: skip
-    return min(free, key=lambda i: (load_of(i) / i.max_running - affinity(i, request), i.instance_id), default=None)
-
-
-def _is_resuming(request: RunningView) -> bool:
-    return request.num_kept > 0.0 and not request.has_token

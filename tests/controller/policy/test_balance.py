@@ -64,6 +64,21 @@ def test_every_move_makes_fewer_wait_moves_no_token_and_nothing_twice_and_they_e
     assert not (free and stuck), "no place stands free while somebody who may move waits"
 
 
+def test_an_instance_takes_one_that_brings_tokens_at_a_time_and_any_without() -> None:
+    made = instances([(3, 1, 1), (1, 4, 0)])
+    resuming = next(iter(made[1].in_flight.values()))
+    resuming.num_kept = 100.0
+    plain, lost = list(made[0].in_flight.values())[1:]
+    lost.num_kept = 50.0
+    found = move(made, 0.0, CONFIG)
+    assert found is not None
+    assert found.request is plain, "the last to come would go, but brings tokens"
+    resuming.has_token = True
+    found = move(made, 0.0, CONFIG)
+    assert found is not None
+    assert found.request is lost
+
+
 def test_moving_at_random_makes_more_wait_sooner_or_later() -> None:
     stream, worse = Random(2), 0
     for _ in range(50):

@@ -10,7 +10,7 @@ from nearline.controller.policy.balance import Move
 from nearline.controller.policy.migration import Costs, go_on, make_room, relieve
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
-from nearline.protocol import Digest, InstanceId, InstanceSpec, InstanceState
+from nearline.protocol import Digest, InstanceId, InstanceSpec, InstanceState, RequestId
 from tests.controller.fleets import info, model, report, slo
 
 CONFIG = CoreConfig()
@@ -160,3 +160,15 @@ def test_who_waits_in_a_full_memory_moves_to_where_it_suffices() -> None:
     for one in unknown:
         one.kv_tokens_total = 0
     assert relieve(unknown, costs(), NOW, CONFIG) is None, "nobody knows the memory"
+
+
+def test_who_waits_in_a_full_memory_with_tokens_goes_where_nobody_else_resumes() -> None:
+    made = memories(10, 3)
+    made[0].in_flight[RequestId("late")].num_kept = 50.0
+    other = next(iter(made[1].in_flight.values()))
+    other.num_kept, other.has_token = 50.0, False
+    assert relieve(made, costs(), NOW, CONFIG) is None
+    other.has_token = True
+    found = relieve(made, costs(), NOW, CONFIG)
+    assert found is not None
+    assert found.request.info.request_id == "late"

@@ -1,11 +1,15 @@
 """The weights of one adapter: taken over from its checkpoint in one piece, or made from tensors.
 
-protocol/adapter_layout.py says how they lie there; nothing is done per projection until a step runs op by op.
+protocol/adapter_layout.py says how they lie there; nothing is done per projection until a step runs op by op. The table
+of sites is numpy's: on so few numbers a call of torch takes several times as long, and a first request waits for it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +18,8 @@ from nearline.kernels import PackedAdapter
 from nearline.protocol import Bytes, DecoderSpec, Digest
 from nearline.protocol.adapter_layout import COLUMNS, MATRICES, PROJECTIONS, SITES, TABLES, VECTORS
 from nearline.protocol.errors import AdapterMismatch, CheckpointCorrupt
+
+Table = np.ndarray[Any, np.dtype[np.int64]]
 
 _A, _B, _GAIN, _SHIFT, _RANK, _IN, _OUT = range(len(COLUMNS))
 
@@ -83,26 +89,26 @@ class _Pack:
     def __init__(self, weights: Weights, names: Sequence[str], device: torch.device) -> None:
         wanted = [name for name in (MATRICES, VECTORS, SITES) if name in names]
         weights.wait_for(wanted)
-        self.sites = weights.tensor(SITES).cpu()
+        self.sites: Table = weights.tensor(SITES).cpu().numpy()
         self.matrices = weights.tensor(MATRICES).to(device)
         self.vectors = weights.tensor(VECTORS).to(device) if VECTORS in names else self.matrices.new_empty(0).float()
 
     def check(self, spec: DecoderSpec) -> None:
         """Raise AdapterMismatch for sites the base does not have, CheckpointCorrupt for numbers that are not there."""
         sites = self.sites
-        if sites.dim() != 2 or sites.shape[1] != len(COLUMNS) or sites.shape[0] < len(TABLES):
+        if sites.ndim != 2 or sites.shape[1] != len(COLUMNS) or sites.shape[0] < len(TABLES):
             raise CheckpointCorrupt(f"the adapter's table of sites is {list(sites.shape)}; import the adapter again")
-        is_used = (sites[:, _RANK] > 0) | (sites[:, _GAIN : _SHIFT + 1] >= 0).any(dim=1)
-        beyond = is_used[len(PROJECTIONS) * spec.num_layers : -len(TABLES)].nonzero()
+        is_used = (sites[:, _RANK] > 0) | (sites[:, _GAIN : _SHIFT + 1] >= 0).any(axis=1)
+        beyond = is_used[len(PROJECTIONS) * spec.num_layers : -len(TABLES)].nonzero()[0]
         if len(beyond):
             name = site_name(len(PROJECTIONS) * spec.num_layers + int(beyond[0]))
             raise AdapterMismatch(f"adapter changes {name!r}, which {spec.architecture} here does not have")
-        shapes = torch.tensor(_shapes(spec) * spec.num_layers)
+        shapes, table_shapes = _shapes(spec), _table_shapes(spec)
         here = sites[: -len(TABLES)][: len(shapes)]
-        rows = torch.cat([here, sites[-len(TABLES) :]])
-        dims = torch.cat([shapes[: len(here)], torch.tensor(_table_shapes(spec))])
+        rows = np.concatenate([here, sites[-len(TABLES) :]])
+        dims = np.concatenate([shapes[: len(here)], table_shapes])
         has_rank = rows[:, _RANK] > 0
-        wrong = (has_rank & (rows[:, _IN : _OUT + 1] != dims).any(dim=1)).nonzero()
+        wrong = (has_rank & (rows[:, _IN : _OUT + 1] != dims).any(axis=1)).nonzero()[0]
         if len(wrong):
             row = int(wrong[0])
             name = site_name(row) if row < len(here) else TABLES[row - len(here)]
@@ -112,25 +118,25 @@ class _Pack:
             )
         self._check_bounds(rows, has_rank)
 
-    def _check_bounds(self, sites: Tensor, has_rank: Tensor) -> None:
+    def _check_bounds(self, sites: Table, has_rank: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         width = self.matrices.element_size()
         ends = sites[:, [_A, _B]] + sites[:, [_RANK]] * sites[:, [_IN, _OUT]] * width
-        is_out = has_rank & ((ends > self.matrices.nbytes).any(dim=1) | (sites[:, [_A, _B]] < 0).any(dim=1))
+        is_out = has_rank & ((ends > self.matrices.nbytes).any(axis=1) | (sites[:, [_A, _B]] < 0).any(axis=1))
         vector_ends = sites[:, [_GAIN, _SHIFT]] + 4 * sites[:, [_OUT]]
-        is_out |= ((sites[:, [_GAIN, _SHIFT]] >= 0) & (vector_ends > self.vectors.nbytes)).any(dim=1)
+        is_out |= ((sites[:, [_GAIN, _SHIFT]] >= 0) & (vector_ends > self.vectors.nbytes)).any(axis=1)
         if bool(is_out.any()) or bool((sites[:, _RANK] < 0).any()):
             raise CheckpointCorrupt("the adapter's table of sites points outside its weights; import the adapter again")
 
     def packed(self, num_layers: int) -> PackedAdapter:
         """Say where everything is, for the compiled decoder."""
         sites = self.sites[: len(PROJECTIONS) * num_layers]
-        table = torch.zeros(len(PROJECTIONS) * num_layers, 5, dtype=torch.int64)
+        table = np.zeros((len(PROJECTIONS) * num_layers, 5), dtype=np.int64)
         matrices, vectors = self.matrices.data_ptr(), self.vectors.data_ptr()
-        bases = torch.tensor([matrices, matrices, vectors, vectors])
+        bases = np.array([matrices, matrices, vectors, vectors])
         rows = sites[:, : _SHIFT + 1]
-        table[: len(sites), :4] = torch.where(rows >= 0, rows + bases, 0)
+        table[: len(sites), :4] = np.where(rows >= 0, rows + bases, 0)
         table[: len(sites), 4] = sites[:, _RANK]
-        return PackedAdapter.at(table, (self.matrices, self.vectors))
+        return PackedAdapter.at(torch.from_numpy(table), (self.matrices, self.vectors))
 
     def layers(self) -> list[dict[str, LoraWeights]]:
         rows = self.sites[: -len(TABLES)].tolist()
@@ -216,11 +222,13 @@ def _converted_table(table: TableChange, dtype: torch.dtype, device: torch.devic
     return TableChange(pair, None if table.whole_VM is None else table.whole_VM.to(device, dtype))
 
 
-def _shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
-    """Columns and rows of the projections an adapter may change, in the order of PROJECTIONS."""
+@lru_cache(maxsize=1)
+def _shapes(spec: DecoderSpec) -> Table:
+    """Columns and rows of the projections an adapter may change, layer by layer in the order of PROJECTIONS."""
     q_dim, kv_dim, M, F = spec.query_dim, spec.kv_dim, spec.model_dim, spec.ffn_dim
-    return [(M, q_dim), (M, kv_dim), (M, kv_dim), (q_dim, M), (M, F), (M, F), (F, M)]
+    layer = [(M, q_dim), (M, kv_dim), (M, kv_dim), (q_dim, M), (M, F), (M, F), (F, M)]
+    return np.array(layer * spec.num_layers, dtype=np.int64)
 
 
-def _table_shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
-    return [(spec.vocab_size, spec.model_dim), (spec.model_dim, spec.vocab_size)]
+def _table_shapes(spec: DecoderSpec) -> Table:
+    return np.array([(spec.vocab_size, spec.model_dim), (spec.model_dim, spec.vocab_size)], dtype=np.int64)

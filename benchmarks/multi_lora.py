@@ -7,19 +7,18 @@ measured in interleaved rounds: every ratio is of one round, and medians of rati
 
 import argparse
 import json
+import logging
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+
 from benchmarks.multi_lora_adapters import make_adapter
 from benchmarks.multi_lora_engine import MiniEngine, Outcome
-from benchmarks.multi_lora_parts import (
-    batch_tokens_per_s,
-    first_use_s,
-    peft_tokens_per_s,
-    popularity_tokens_per_s,
-)
+from benchmarks.multi_lora_first_use import NUM_ADAPTERS, NUM_USES, first_uses_s
+from benchmarks.multi_lora_parts import batch_tokens_per_s, peft_tokens_per_s, popularity_tokens_per_s
 from benchmarks.multi_lora_report import write
 from benchmarks.multi_lora_switching import Switching
 from benchmarks.multi_lora_switching import measure as measure_switching
@@ -41,7 +40,7 @@ class Size:
     popularity_s: Seconds = 7.0
     num_switching: int = 40
     num_switching_rounds: int = 7
-    num_first_uses: int = 12
+    num_first_uses: int = NUM_USES
     strides: tuple[int, ...] = STRIDES
     peft_steps: int = 12
 
@@ -71,7 +70,7 @@ def measure(model: str, root: Path, size: Size) -> Found:
     spec = decoder_spec(json.loads((directory / "config.json").read_text()))
     digests = [make_adapter(root, base, spec, seed) for seed in range(32)]
     _batches(found, directory, digests)
-    _first_uses(found, directory, digests)
+    found.first_use_s = first_uses_s(root, base, digests[:NUM_ADAPTERS], size.num_first_uses)
     rounds = (size.num_switching, size.num_switching_rounds)
     found.switching = measure_switching(directory, digests[:8], size.strides, rounds)
     _popularity(found, root, (base, directory), spec)
@@ -99,14 +98,6 @@ def _batches(found: Found, directory: Path, digests: list[Digest]) -> None:
                 found.speeds.setdefault((batch, distinct), []).append(speed)
 
 
-def _first_uses(found: Found, directory: Path, digests: list[Digest]) -> None:
-    engine = MiniEngine(directory, 256 << 20)
-    chosen = digests[: found.size.num_first_uses]
-    first_use_s(engine, chosen[:2], is_cold=False)  # the first of all meets cold code
-    found.first_use_s["DRAM"] = first_use_s(engine, chosen, is_cold=False)
-    found.first_use_s["SSD"] = first_use_s(engine, chosen, is_cold=True)
-
-
 def _popularity(found: Found, root: Path, base: tuple[Digest, Path], spec: DecoderSpec) -> None:
     started = time.perf_counter()
     most = max(found.size.num_registered)
@@ -127,6 +118,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--out", type=Path, help="write the results here instead")
     arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     kernels.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(arguments.model, Path(scratch), QUICK if arguments.quick else Size())

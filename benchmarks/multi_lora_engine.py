@@ -90,19 +90,19 @@ class MiniEngine:
     def now(self) -> Seconds:
         return time.perf_counter() + self._skipped
 
-    def announce(self, digest: Digest) -> None:
+    def announce(self, digest: Digest, is_ahead: bool = False) -> None:
         """Make an adapter known."""
-        self.core.load_adapter(digest, str(self._root / digest))
+        self.core.load_adapter(digest, str(self._root / digest), is_ahead)
 
     def forget(self, digest: Digest) -> None:
         """Unload an adapter, so that its next use is a first one."""
         self.core.unload_adapter(digest)
         self._tend(Outcome())
 
-    def load(self, digests: Seq[Digest]) -> None:
+    def load(self, digests: Seq[Digest], is_ahead: bool = False) -> None:
         """Have these adapters resident."""
         for digest in digests:
-            self.announce(digest)
+            self.announce(digest, is_ahead)
         while not all(digest in self.runner.adapters.digests for digest in digests):
             self._tend(Outcome())
             time.sleep(0.001)
@@ -193,7 +193,7 @@ class MiniEngine:
     def _wait(self, until: Seconds | None, is_busy: bool) -> None:
         """Wait for an adapter that somebody needs, or jump to the next arrival."""
         if is_busy:
-            self._heard.wait(0.0005)
+            self._heard.wait(0.05)
             self._heard.clear()
         elif until is not None:
             self._skipped += max(0.0, until - self.now())

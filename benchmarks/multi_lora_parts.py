@@ -50,24 +50,6 @@ def _step(runner: Runner, sequences: list[EngineSequence], blocks: Iterator[int]
         sequence.token_ids.append(sampled.token_id)
 
 
-def first_use_s(engine: MiniEngine, digests: Sequence[Digest], is_cold: bool) -> list[Seconds]:
-    """What a first use adds to the time to the first token: each time against the same request a moment later."""
-    draw, added = random.Random(1), []
-    for digest in digests:
-        engine.forget(digest)
-        if is_cold:
-            drop_from_page_cache(engine.file(digest))
-        tokens = prompt(draw, PROMPT_TOKENS)
-        first, again = (engine.run([Arrival(0.0, digest, _varied(tokens, turn), 2)]).ttfts_s[0] for turn in (0, 1))
-        added.append(first - again)
-    return added
-
-
-def _varied(tokens: tuple[int, ...], turn: int) -> tuple[int, ...]:
-    """Another first token: no prefix may come from the cache."""
-    return (tokens[0] + turn, *tokens[1:])
-
-
 def drop_from_page_cache(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)

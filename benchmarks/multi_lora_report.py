@@ -24,7 +24,9 @@ _MODES: dict[Mode, tuple[str, str]] = {
 
 
 WHY = """Beyond the places, a first use reads an adapter again and waits for a place: the figure shows what that costs.
-First use from DRAM means through the page cache: 10 MB are copied into memory touched ahead, in one piece.
+First use from DRAM: 10 MB are copied out of the DRAM pool into memory touched ahead; from SSD the store brings them
+into the pool first, the page cache dropped. Each stands against the same request just before and just after it, when
+the adapter is there; the places take turns. Read ahead, the request comes when the reading has ended.
 
 Switching: the skew of dLoRA's figure 10, functions dealt to 8 adapters in strides, in the order of a sample of the
 trace it used; with 31 functions a stride of 32 leaves one adapter. At {:.1f} requests per second, {} % of what the
@@ -47,8 +49,8 @@ def _body(found: Found) -> str:
         record.table(("aim", "aimed at", "measured", "met"), _aims(found)),
         "## Decode speed, rank 16 on all seven projections",
         record.table(("batch", "distinct adapters", "tokens/s", "of base: median (range)"), _speeds(found)),
-        "## First use of an adapter: added to the time to the first token, ms, median (range)",
-        record.table(("from", "ms"), [[k, record.spread(v)] for k, v in found.first_use_s.items()]),
+        "## First use of an adapter: added to the time to the first token, ms, median (quartiles)",
+        record.table(("from", "ms"), [[k, record.quartiles(v)] for k, v in found.first_use_s.items()]),
         f"## {max(found.size.num_registered)} registered adapters (rank 8 on q and v, {found.num_resident} places), "
         f"imported in {found.registering_s:.0f} s",
         record.table(("popularity", "registered", "tokens/s", "of 10", "loads"), _popularity(found)),

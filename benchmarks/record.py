@@ -43,3 +43,9 @@ def spread(values: Sequence[float], scale: float = 1e3) -> str:
     """Median with the smallest and largest, in milliseconds by default."""
     middle, low, high = statistics.median(values) * scale, min(values) * scale, max(values) * scale
     return f"{middle:.1f} ({low:.1f}–{high:.1f})"
+
+
+def quartiles(values: Sequence[float], scale: float = 1e3) -> str:
+    """Median with the quartiles and how many, in milliseconds by default."""
+    low, middle, high = (value * scale for value in statistics.quantiles(values, n=4))
+    return f"{middle:.1f} ({low:.1f}–{high:.1f}, of {len(values)})"

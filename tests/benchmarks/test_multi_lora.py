@@ -19,4 +19,9 @@ def test_every_aim_gets_a_number_and_a_verdict(
     assert len(rows) == 7
     assert all(row.endswith(("| yes |",)) or "| no, by " in row for row in rows)
     assert (tmp_path / "multi_lora.svg").stat().st_size > 1000
+    assert {place: len(seconds) for place, seconds in found.first_use_s.items()} == {
+        "DRAM": 2,
+        "SSD": 2,
+        "SSD, read ahead": 2,
+    }
     assert found.popularity["zipf", 8].num_tokens > 0

@@ -146,6 +146,8 @@ class ControllerCore:
         for model in self.fleet.models.values():
             model.queue.forget_adapter(digest)
             model.traffic.forget(digest)
+        for instance in self.fleet.instances.values():
+            instance.forget_adapter(digest)
 
     def _run(self, now: Seconds) -> None:
         """Settle what was touched, run timers that are due, plan if asked to, until nothing is left to do."""

@@ -43,6 +43,10 @@ class HomeDesk:
         """Ask instances that have all their bytes for the adapters they should read before anybody calls them, and
         instances that start for those of the requests that wait."""
         traffic = model.traffic.expected(now)
+        if not traffic and model.prepared_for:
+            model.prepared_for = ()
+            for instance in model.instances.values():
+                instance.prepared.clear()
         if not traffic or not self._config.max_prepared_adapters:
             return
         if model.queue.num_waiting:
@@ -58,6 +62,7 @@ class HomeDesk:
         model.prepared_for, model.prepare_due = names, now + self._config.adapter_homes_s
         least = self._config.min_prepared_traffic
         for instance in able:
+            instance.prepared = {digest: None for digest in instance.prepared if digest in traffic}
             at_home = instance.homes if len(model.instances) > 1 else traffic
             known = ChainMap(instance.prepared, instance.adapters)
             chosen = adapters.to_prepare(traffic, at_home, known, instance.max_running, least)

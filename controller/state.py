@@ -73,7 +73,7 @@ class InstanceRecord:
     homes: dict[Digest, None] = field(default_factory=dict)
     """Adapters whose requests should come here first."""
     prepared: dict[Digest, None] = field(default_factory=dict)
-    """Adapters it was asked to read ahead, whether or not it did."""
+    """Adapters it was asked to read ahead, whether or not it did, as long as they are called at all."""
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property
@@ -111,6 +111,11 @@ class InstanceRecord:
             self.prefixes.move_to_end(request.info.prefix_hash)
             if len(self.prefixes) > _NUM_PREFIXES:
                 self.prefixes.popitem(last=False)
+
+    def forget_adapter(self, digest: Digest) -> None:
+        """An adapter is gone: its node lets go of it. Registered again, it is a new one."""
+        for known in (self.adapters, self.homes, self.prepared):
+            known.pop(digest, None)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """Adapters over two nodes: each is loaded where its requests go, and that is few places."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -178,3 +179,47 @@ def test_a_second_home_reads_the_hot_adapter_before_its_first_request_there() ->
     assert len(homes) == 2
     assert asked_for == sorted(homes - {used[0]})
     assert asked_for[0] not in used, "nobody called it there yet"
+
+
+def asked_at_second_home(made: World, name: str) -> list[str]:
+    """Calls of lora0 and few of lora1: the instances that are asked to read lora0 before they are sent any of it."""
+    made.actions.clear()
+    for turn in range(30):
+        adapter = "lora1" if turn % 6 == 5 else "lora0"
+        made.arrive(f"{name}{turn}", adapter_id=ModelId(adapter), adapter_digest=Digest(adapter))
+        made.finish(f"{name}{turn}")
+        made.sleep(0.5)
+    used = {instance for instance, adapter in sent_to(made) if adapter == "lora0"}
+    return [instance for instance, digest in asked(made) if digest == "lora0" and instance not in used]
+
+
+def is_removed_and_registered_again(made: World) -> None:
+    made.post(happened.AdapterRemoved(ModelId("lora0")))
+    info = checkpoint("lora0", 1000, CheckpointKind.ADAPTER)
+    made.post(happened.AdapterAdded(AdapterSpec(ModelId("lora0"), ModelId("a"), info, 0.0)))
+
+
+def is_not_called_for_an_hour(made: World) -> None:
+    made.sleep(3600.0)
+    made.arrive("plain")
+    made.finish("plain")
+
+
+def is_not_called_for_an_hour_but_another_is(made: World) -> None:
+    for minute in range(60):
+        made.sleep(60.0)
+        made.arrive(f"m{minute}", adapter_id=ModelId("lora1"), adapter_digest=Digest("lora1"))
+        made.finish(f"m{minute}")
+    assert all("lora0" not in i.prepared for i in made.core.fleet.instances.values())
+
+
+@pytest.mark.parametrize(
+    "pause",
+    [is_removed_and_registered_again, is_not_called_for_an_hour, is_not_called_for_an_hour_but_another_is],
+)
+def test_an_adapter_is_asked_for_again_once_it(pause: Callable[[World], None]) -> None:
+    made = two_nodes(2)
+    first = asked_at_second_home(made, "r")
+    assert len(first) == 1
+    pause(made)
+    assert asked_at_second_home(made, "s") == first

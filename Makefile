@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 READY := $(VENV)/.ready
-# Without an NVIDIA GPU the CPU build of torch is a tenth of the size.
+# Without an NVIDIA GPU the CPU build of torch does, a tenth of the size where pip's index has one (PIP_EXTRA_INDEX_URL).
 TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
 .PHONY: demo test test-all check format bench compiled clean

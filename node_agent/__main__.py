@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nearline.node_agent", description="Serve models on this machine.")
     add = parser.add_argument
-    add("--controller", required=True, metavar="URL", help="the controller, e.g. http://10.0.0.1:8080")
+    add("--controller", required=True, metavar="URL", help="the controller, e.g. http://10.0.0.1:8000")
     add("--data-dir", required=True, type=Path, help="checkpoints, logs and the node's name; one agent per directory")
     add("--node-id", help="lasting name of this node (default: kept in the data directory, made up at first)")
     add("--host", default="127.0.0.1", help="address of the node's own HTTP (0.0.0.0 for other machines)")

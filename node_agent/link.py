@@ -86,6 +86,10 @@ class ControllerLink:
                     return await self._speak(ws, limit)
         except TimeoutError:
             return f"the controller was silent for {PATIENCE_S:g} s" if self.is_up else "no welcome in time"
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status in (401, 403):
+                return "it refuses this node: give --token-file a copy of the file node.token of its data directory"
+            return f"it answers {error.status} where nodes are served: is this the controller's address?"
         except (aiohttp.ClientError, OSError, WireError) as error:
             return str(error) or type(error).__name__
         finally:

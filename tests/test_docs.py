@@ -32,14 +32,15 @@ def test_every_route_is_documented_and_every_documented_route_exists() -> None:
     assert documented == registered_routes()
 
 
-def readme_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+def documented_commands() -> list[str]:
+    text = README + (ROOT / "docs" / "fleet.md").read_text().replace("\\\n", "")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     lines = [line.split(" #")[0].strip().removesuffix("&").strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith("nearline ")]
 
 
-@pytest.mark.parametrize("line", readme_commands())
-def test_every_command_of_the_readme_parses(line: str) -> None:
+@pytest.mark.parametrize("line", documented_commands())
+def test_every_command_of_the_documents_parses(line: str) -> None:
     """Parsing alone: the journeys behind them are tests/system."""
     command, arguments = get_command(app), shlex.split(line)[1:]
     while hasattr(command, "commands"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
+from structlog.testing import capture_logs
 
 from nearline.node_agent import link as link_module
 from nearline.node_agent.link import ControllerLink
@@ -134,3 +135,31 @@ async def test_a_leader_that_was_replaced_is_not_obeyed_again() -> None:
         await peer.until("Welcome", 4, 8)
         assert peer.num_links == 5, "the third was refused before anything it said was heard"
     assert peer.events[-1] == "Welcome"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "cure"), [(web.HTTPUnauthorized, "give --token-file"), (web.HTTPNotFound, "the controller's address?")]
+)
+async def test_a_refused_node_says_what_to_do(refusal: type[web.HTTPException], cure: str) -> None:
+    dials, is_dialled_again = [], asyncio.Event()
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        dials.append(request)
+        is_dialled_again.set() if len(dials) > 1 else None
+        raise refusal
+
+    app = web.Application()
+    app.router.add_get("/internal/node", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    link = ControllerLink(url, None, lambda _: REPORT, lambda _: None, lambda: None)
+    with capture_logs() as logs:
+        running = asyncio.create_task(link.run())
+        async with asyncio.timeout(30):
+            await is_dialled_again.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await runner.cleanup()
+    assert cure in logs[0]["reason"]

@@ -24,8 +24,9 @@ class CoreConfig:
     """How often it is chosen anew which instances of a model are home to which of its adapters. > 0."""
     max_prepared_adapters: int = 16
     """Adapters that one instance is asked to read ahead at a time; 0: none. >= 0."""
-    min_prepared_traffic: float = 2.0
-    """Requests of late, fading, below which an adapter is not read ahead of its next one. > 0."""
+    min_prepared_traffic: float = 1.5
+    """Requests of late, fading, below which an adapter is not read ahead of its next one: the second call within five
+    minutes (the half-life) reaches it, a single one never. > 0."""
     max_held_per_model: int = 1024
     """Requests of one model that may wait undispatched; one more is refused with `overloaded`. >= 1."""
     max_held_total: int = 8192

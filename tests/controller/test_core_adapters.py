@@ -155,6 +155,16 @@ def test_rare_removed_replaced_and_missing_adapters_are_not_prepared() -> None:
     assert asked(made) == [], "its node does not have it"
 
 
+@pytest.mark.parametrize(("apart_s", "is_asked"), [(60.0, True), (240.0, True), (600.0, False)])
+def test_an_adapter_is_prepared_that_was_called_twice_within_five_minutes(apart_s: float, is_asked: bool) -> None:
+    made = one_node()
+    call(made, "r", "lora1")
+    made.sleep(apart_s)
+    call(made, "s", "lora1")
+    name = restart(made)
+    assert asked(made) == [(name, "lora1")] * is_asked
+
+
 def test_few_at_a_time_and_none_when_switched_off() -> None:
     for limit, first in ((1, ["lora0"]), (0, [])):
         made = one_node(max_prepared_adapters=limit)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 from nearline.client.functions import AsyncCall, AsyncClient, AsyncFunction
@@ -13,14 +13,21 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """One event loop in a daemon thread; coroutines go in, results come out. A Ctrl-C cancels what is under way."""
+    """One event loop in a daemon thread; coroutines go in, results come out. A Ctrl-C cancels what is under way.
 
-    def __init__(self) -> None:
+    Everything that runs on it holds it: it ends (after `at_end`) with the last of them, at exit, or by `close`.
+    """
+
+    def __init__(self, at_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="nearline-client", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._loop.run_forever, name="nearline-client", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _shut, self._loop, thread, at_end)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if not self.close.alive:
+            coroutine.close()
+            raise RuntimeError("this client is closed; make another one")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -37,12 +44,21 @@ class LoopThread:
                 except StopAsyncIteration:
                     return
         finally:
-            self.run(_close(source))
+            if self.close.alive:
+                self.run(_close(source))
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-        self._loop.close()
+
+def _shut(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, at_end: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    ending = asyncio.run_coroutine_threadsafe(at_end(), loop)
+    if threading.current_thread() is thread:  # the collector ran there: waiting would be for ourselves
+        ending.add_done_callback(lambda _: loop.stop())
+        return
+    ending.result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(timeout=5)
+    loop.close()
 
 
 async def _next(source: AsyncIterator[T]) -> T:
@@ -56,15 +72,15 @@ async def _close(source: AsyncIterator[Any]) -> None:
 
 
 class Client:
-    """A connection to one platform. Use as `with Client() as client`, or call `close`.
+    """A connection to one platform. Use as `with Client() as client`, call `close`, or drop it: it lives as long as
+    what was made from it.
 
     >>> Client().function("smollm2").remote("What is the moon?").text      # doctest: +SKIP
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
-        self._loop = LoopThread()
         self._client = AsyncClient(url, api_key)
-        self._close = weakref.finalize(self, _shut, self._loop, self._client)  # at exit too: nobody has to close
+        self._loop = LoopThread(self._client.aclose)
         self.admin = Admin(self._loop, self._client)
 
     def function(self, name: str) -> "Function":
@@ -85,12 +101,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._close()
-
-
-def _shut(loop: LoopThread, client: AsyncClient) -> None:
-    loop.run(client.aclose())
-    loop.close()
+        self._loop.close()
 
 
 class Function:

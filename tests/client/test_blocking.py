@@ -1,5 +1,6 @@
 """The SDK against a real server: what it sends, what it repeats, what it raises."""
 
+import gc
 import json
 import time
 
@@ -132,3 +133,50 @@ def test_map_keeps_the_order_of_its_texts(server: Server) -> None:
     with Client(server.url) as client:
         texts = [f"t{i}" for i in range(40)]
         assert [output.text for output in client.function("m").map(texts, concurrency=8)] == [t.upper() for t in texts]
+
+
+def test_what_was_made_from_a_client_nobody_holds_goes_on_working(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        sent = await request.read()
+        if request.method == "GET":
+            return web.json_response({"object": "list", "data": [], **ANSWER, "status": "succeeded"})
+        if b'"stream"' not in sent:
+            return await answered(request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"delta": "a"}\n\ndata: {"delta": "b"}\n\ndata: [DONE]\n\n')
+        return response
+
+    server.handler = answer
+    monkeypatch.setenv("NEARLINE_URL", server.url)
+    mine = Client().function("mine")
+    gc.collect()
+    assert mine.remote("x").text == "hi"
+    assert Client().function("mine").remote("x").text == "hi"
+    events = []
+    for event in Client().function("mine").stream("x"):
+        gc.collect()
+        events.append(event["delta"])
+    assert events == ["a", "b"]
+    call, admin = Client().call("job_1"), Client().admin
+    spawned = Client().function("mine").spawn("x")
+    gc.collect()
+    assert call.result().text == spawned.result().text == "hi"
+    assert admin.list("models") == Client().jobs() == []
+
+
+def test_a_connection_ends_with_the_last_thing_that_uses_it_and_closing_it_twice_is_fine(server: Server) -> None:
+    server.handler = answered
+    client = Client(server.url)
+    loop, function = client._loop._loop, client.function("m")
+    del client
+    assert function.remote("x").text == "hi"
+    del function
+    assert loop.is_closed()
+    other = Client(server.url)
+    other.close()
+    other.close()
+    with pytest.raises(RuntimeError, match="closed; make another"):
+        other.function("m").remote("x")

@@ -1,7 +1,8 @@
 """Threads that read chunks from disk into pool frames, and check their digests when asked.
 
-Knows files and frames; who wants a chunk and why is the store's business. Jobs that somebody waits for come first, and
-within a job chunks are taken in order by whichever thread is free, so they finish in order.
+Knows files and frames; who wants a chunk and why is the store's business. Jobs that somebody waits for come first, in
+order of arrival, but one that is far shorter than the first takes turns with it: an adapter does not wait for a whole
+model. Within a job chunks are taken in order by whichever thread is free, so they finish in order.
 """
 
 import os
@@ -23,6 +24,8 @@ from nearline.protocol.errors import CheckpointCorrupt
 _NUM_CORES = len(os.sched_getaffinity(0))
 _WINDOW_CHUNKS = 16
 """Chunks per bandwidth measurement."""
+_FAR_SHORTER = 8
+"""A job with at most one chunk left to so many of the first one's takes turns with it."""
 log = structlog.get_logger()
 
 
@@ -107,6 +110,7 @@ class ChunkReader:
         self._wake = threading.Condition()
         self._jobs: list[ReadJob] = []
         self._is_closed = False
+        self._has_overtaken = False
         self._num_active = 0
         self._window_started_at = 0.0
         self._window_bytes = 0
@@ -183,7 +187,13 @@ class ChunkReader:
 
     def _next_job(self) -> ReadJob:
         with_chunks = [job for job in self._jobs if job.has_place]
-        return next((job for job in with_chunks if job.is_urgent), with_chunks[0])
+        urgent = [job for job in with_chunks if job.is_urgent]
+        if not urgent:
+            return with_chunks[0]
+        first, shortest = urgent[0], min(urgent, key=lambda job: len(job.queue))
+        is_overtaking = not self._has_overtaken and len(shortest.queue) * _FAR_SHORTER <= len(first.queue)
+        self._has_overtaken = is_overtaking
+        return shortest if is_overtaking else first
 
     def _retire(self, job: ReadJob) -> None:
         if job in self._jobs:

@@ -131,6 +131,53 @@ def test_a_preload_that_somebody_starts_waiting_for_moves_up(
     assert {job.digest for job, _, _ in recorder.chunks[4:10]} == {second.digest}
 
 
+def order_of_reading(
+    pool: DramPool, recorder: Recorder, directory: Path, first: Manifest, others: list[Manifest]
+) -> list[int]:
+    """Tell which of them each chunk read by a single reader was of, in order. The others come while it holds the first
+    chunk of the first, whose number is 0."""
+    manifests = [first, *others]
+    reader = ChunkReader(pool, 1, recorder.on_chunk, lambda b, s: None)
+    recorder.hold.clear()
+    reader.submit(trusted_job(directory, first))
+    recorder.wait(1)
+    for number, manifest in enumerate(others):
+        reader.submit(trusted_job(directory, manifest, first_frame=32 + number))
+    recorder.hold.set()
+    recorder.wait(sum(len(manifest.chunk_digests) for manifest in manifests))
+    reader.close()
+    digests = [manifest.digest for manifest in manifests]
+    return [digests.index(job.digest) for job, _, _ in recorder.chunks]
+
+
+def test_an_adapter_does_not_wait_for_a_whole_model(
+    tmp_path: Path, pool: DramPool, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    sizes = 30, 1, 3
+    model, small, large = (checkpoints.commit_random(tmp_path, size, seed) for seed, size in enumerate(sizes))
+    order = order_of_reading(pool, recorder, tmp_path, model, [large, small])
+    assert order == [0, 2, 0, 1, 0, 1, 0, 1] + [0] * 26
+
+
+def test_a_model_advances_with_every_other_chunk_however_many_adapters_come(
+    tmp_path: Path, pool: DramPool, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    model, *adapters = (checkpoints.commit_random(tmp_path, size, seed) for seed, size in enumerate([20] + [1] * 30))
+    order = order_of_reading(pool, recorder, tmp_path, model, adapters)
+    for end in range(40):
+        assert order[:end].count(0) >= end // 2
+    read = [number for number in order if number]
+    assert read == sorted(read), "adapters come in order of arrival"
+
+
+def test_of_two_models_the_second_waits_for_the_first(
+    tmp_path: Path, pool: DramPool, recorder: Recorder, checkpoints: ModuleType
+) -> None:
+    """In turns both would be late."""
+    first, second = (checkpoints.commit_random(tmp_path, size, seed) for seed, size in enumerate([20, 10]))
+    assert order_of_reading(pool, recorder, tmp_path, first, [second]) == [0] * 20 + [1] * 10
+
+
 def test_cancelling_returns_exactly_the_chunks_that_were_not_started(
     tmp_path: Path, reader: ChunkReader, recorder: Recorder, checkpoints: ModuleType
 ) -> None:

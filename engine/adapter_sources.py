@@ -31,7 +31,7 @@ class AdapterSources:
 
     def offer(self, lent: AdapterBytes) -> None:
         """Take in where an adapter's bytes are: for the read that waits for it, or for one that begins before
-        `settle`."""
+        `settle`. None can of an adapter that the instance, if there is one, does not have from the agent."""
         action = self._waiting.pop(lent.digest, None)
         if action is not None:
             self._start(action, lent if lent.extents else None)
@@ -39,6 +39,8 @@ class AdapterSources:
         self._give_back(lent.digest)
         if lent.extents:
             self._offers[lent.digest] = lent
+        if lent.digest not in self._pooled:
+            self._give_back(lent.digest)
 
     def read(self, action: ReadAdapter) -> None:
         """Begin a read, or ask where to read."""

@@ -22,6 +22,7 @@ from nearline.protocol.errors import ErrorInfo, InstanceFailed, Overloaded
 from nearline.protocol.frames import (
     Abort,
     AdapterBytes,
+    AdapterEvicted,
     AdapterLoaded,
     Bind,
     BindFailed,
@@ -168,6 +169,7 @@ class EngineServer:
         for action in instance.core.adapter_actions():
             if isinstance(action, FreeAdapter):
                 instance.free_adapter(action.digest)
+                self._link.send(AdapterEvicted(action.digest))
             else:
                 self._sources.read(action)
         self._sources.settle()
@@ -248,13 +250,12 @@ class EngineServer:
         )
 
     def _load_adapter(self, wish: LoadAdapter) -> None:
+        instance = self._instance
+        if instance is not None:
+            self._sources.know(wish.digest, wish.is_pooled)
         if wish.lent:
             self._sources.offer(wish.lent)
-        if self._instance is None:
-            self._sources.settle()
-            return
-        self._sources.know(wish.digest, wish.is_pooled)
-        if self._instance.core.load_adapter(wish.digest, wish.directory, wish.is_ahead):
+        if instance is not None and instance.core.load_adapter(wish.digest, wish.directory, wish.is_ahead):
             self._link.send(AdapterLoaded(wish.digest, 0.0, 0))
 
     def _bind(self, bind: Bind) -> None:

@@ -41,9 +41,11 @@ def test_what_is_lent_before_the_read_serves_it_and_no_other() -> None:
 
 def test_what_no_read_begins_with_is_given_back() -> None:
     ends = Ends()
-    ends.sources.know(A, is_pooled=True)
+    for digest in (A, B):
+        ends.sources.know(digest, is_pooled=True)
     ends.sources.offer(lent(A, 1))
     ends.sources.offer(lent(B, 2))
+    assert ends.told == []
     ends.sources.settle()
     ends.sources.read(READ)
     assert ends.told == [ExtentsFree(1), ExtentsFree(2), AdapterWanted(A)]
@@ -69,13 +71,13 @@ def test_what_the_agent_does_not_keep_in_the_pool_is_read_from_its_directory() -
     assert (ends.started, ends.told) == ([(READ, None)], [])
 
 
-def test_an_answer_that_comes_after_the_instance_has_gone_starts_nothing() -> None:
+def test_an_answer_that_comes_after_the_instance_has_gone_starts_nothing_and_is_given_back_at_once() -> None:
+    """Without an instance no step is taken, and nothing settles."""
     ends = Ends()
     ends.sources.know(A, is_pooled=True)
     ends.sources.read(READ)
     ends.sources.unbound()
     ends.sources.offer(lent(A, 1))
-    ends.sources.settle()
     assert ends.started == []
     assert ends.told == [AdapterWanted(A), ExtentsFree(1)]
 
@@ -115,8 +117,10 @@ class SourcesMachine(RuleBasedStateMachine):
     def unbind(self) -> None:
         self.ends.sources.unbound()
         num_started = len(self.ends.started)
-        self.ends.sources.offer(AdapterBytes(A, (), 0))
+        self.offer(A, is_there=False)
+        self.offer(B, is_there=True)
         assert len(self.ends.started) == num_started
+        assert sorted(self.ended()) == sorted(self.offered), "an offer is kept by an engine without an instance"
 
     def ended(self) -> list[int]:
         freed = [message.lease_id for message in self.ends.told if isinstance(message, ExtentsFree)]

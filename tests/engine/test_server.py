@@ -14,6 +14,7 @@ from nearline.protocol import Digest, Extent, FinishReason, Grammar, GrammarKind
 from nearline.protocol.frames import (
     Abort,
     AdapterBytes,
+    AdapterEvicted,
     AdapterLoaded,
     AdapterWanted,
     BindFailed,
@@ -189,7 +190,9 @@ def test_an_adapter_that_is_not_lent_is_asked_for_and_waits_without_holding_up_o
     assert engine.outcome("adapted")[0] == oracles["lora4"](prompt)
     await_free(engine, 1, 2)
     engine.unbind()
-    engine.send(lend(engine, directory, 3), LoadAdapter(Digest("f" * 32), "/", lent=lend(engine, directory, 4)))
+    engine.send(lend(engine, directory, 3))  # an answer that has come too late
+    await_free(engine, 1, 2, 3)
+    engine.send(LoadAdapter(Digest("f" * 32), "/", is_pooled=True, lent=lend(engine, directory, 4)))
     await_free(engine, 1, 2, 3, 4)
 
 
@@ -314,3 +317,20 @@ def test_grammars_are_compiled_beside_the_others_and_bad_ones_harm_nobody(
     whole = engine.outcome(f"g{len(order) - 1}")[0]
     engine.submit(request("resumed", prompt, grammar=good), attempt=2, generated=tuple(whole[:2]))
     assert engine.outcome("resumed")[0] == whole[2:]
+
+
+def test_an_adapter_that_makes_place_for_another_is_said_to_be_gone(
+    shared: EngineUnderTest, checkpoints: dict[str, Path]
+) -> None:
+    names = ("lora4", "lora8")
+    sizes = [sum(file.stat().st_size for file in checkpoints[name].glob("*.safetensors")) for name in names]
+    shared.bind(checkpoints["a"], kv_bytes=sum(sizes))  # adapters may take half of it
+    digests = [checkpoints[name].name for name in names]
+    for name, digest in zip(names, digests, strict=True):
+        shared.send(LoadAdapter(digest, str(checkpoints[name])))
+        shared.generate(request(f"of {name}", [1, 2, 3], adapter_digest=digest))
+    assert shared.expect(AdapterEvicted).digest == digests[0]
+    shared.generate(request("again", [1, 2, 3], adapter_digest=digests[0]))
+    said = [m.digest for m in shared.inbox if isinstance(m, (AdapterEvicted, AdapterLoaded))]
+    assert said == [digests[0], digests[1], digests[0], digests[1], digests[0]] or said.count(digests[0]) == 3
+    shared.unbind()

@@ -61,6 +61,7 @@ class AdapterLeases:
 
     def gone(self, engine_id: EngineId) -> None:
         """Take back all that was lent to a process that has ended."""
+        self._coming = {key: None for key in self._coming if key[0] != engine_id}
         for lease in self._lent.pop(engine_id, {}).values():
             lease.release()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from nearline.checkpoint_store import CheckpointStore, Manifest, StoreConfig
+from nearline.checkpoint_store.weights_file import WeightsFile
 from nearline.node_agent.adapter_leases import AdapterLeases
 from nearline.node_agent.types import EngineId
 from nearline.protocol import CheckpointKind, Digest
@@ -96,18 +98,33 @@ async def test_a_pin_ends_when_the_last_reader_gives_it_back_or_is_gone(store: C
     lending.leases.close()
 
 
-async def test_a_process_that_ends_while_its_adapter_is_read_leaves_no_pin(store: CheckpointStore) -> None:
+async def test_a_process_that_ends_while_its_adapter_is_read_leaves_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before its adapter is pinned, or while it is read: the disk answers only when it is gone."""
     lending, manifest = Lending(store), first(store)
-    for _ in range(20):
-        lending.leases.lend(ONE, manifest.digest)
-        lending.leases.gone(ONE)
-        await asyncio.sleep(0)
-        store.evict(manifest.digest)
-    await until(lambda: not lending.is_pinned(manifest.digest))
-    await asyncio.sleep(0.05)
+    disk, read_into = threading.Event(), WeightsFile.read_into
+
+    def held(self: WeightsFile, view: memoryview, offset: int) -> None:
+        assert disk.wait(WAIT_S)
+        read_into(self, view, offset)
+
+    monkeypatch.setattr(WeightsFile, "read_into", held)
+    for number in range(20):
+        engine_id = EngineId(number)
+        disk.clear()
+        assert lending.leases.lend(engine_id, manifest.digest) is None
+        if number % 2:
+            await until(lambda: lending.is_pinned(manifest.digest))
+            await asyncio.sleep(0.01)
+        lending.leases.gone(engine_id)
+        disk.set()
+        assert not lending.leases._coming
+        await until(lambda: not lending.is_pinned(manifest.digest))
+        await until(lambda: store.evict(manifest.digest) >= 0 and store.dram_free_bytes() == store.dram_pool_bytes)
+    lending.leases.close()
     assert not lending.is_pinned(manifest.digest)
     assert lending.sent.empty()
-    lending.leases.close()
 
 
 async def test_what_cannot_be_had_is_answered_without_extents(store: CheckpointStore) -> None:

@@ -5,7 +5,7 @@
     profile = "a10g-7b"              name = "m"
     slots = 2                        gb = 14.0
     dram_gb = 64.0                   keep_alive_s = 300.0
-    ssd_gb_per_s = 2.0               step_profile = "m.json"     # what `nearline profile` wrote
+    ssd_gb_per_s = 2.0               step_profile = "m.json"     # `nearline profile m --json > m.json`
     slowdown_beside = 0.0            # 1.0: slots that share all cores (`--detail engine`)
 
 Every key has a default; relative paths start at the file; an unknown key is an error.
@@ -33,6 +33,7 @@ from nearline.simulator.node import MakeEngine, SimulatedNode, paced
 from nearline.simulator.profiles import PROFILES
 
 GB = 10**9
+_PROFILE_OF = ("id", "node")
 _SPEC = ("keep_alive_s", "keep_alive_min_s", "min_replicas", "max_replicas")
 _COST = {"ssd_gb_per_s": "ssd_bytes_per_s", "dram_gb_per_s": "dram_bytes_per_s"}
 _COST_PLAIN = (
@@ -106,8 +107,16 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def read_profile(path: Path) -> StepProfile:
-    """Read what `nearline profile` wrote."""
-    return from_plain(StepProfile, json.loads(path.read_text()))
+    """Read what `nearline profile --json` printed: a profile, whose it is and where it was measured."""
+    try:
+        plain = json.loads(path.read_text())
+        if isinstance(plain, dict):
+            plain = {key: value for key, value in plain.items() if key not in _PROFILE_OF}
+        return from_plain(StepProfile, plain)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not what `nearline profile NAME --json` prints: {error}") from None
 
 
 def _machine(row: dict[str, Any]) -> Machine:

@@ -47,7 +47,8 @@ def write(folder: Path, text: str = FLEET) -> Path:
         decode_per_sequence_s=1e-3,
     )
     profile = StepProfile(Digest("d"), "cpu", 2, steps, 0.05, 0.04, 100, 4e9, 1.0)
-    (folder / "tiny.json").write_text(json.dumps(to_plain(profile)))
+    # As `nearline profile tiny --json` prints it: with whose it is and where it was measured.
+    (folder / "tiny.json").write_text(json.dumps({"id": "tiny", "node": "n-1", **to_plain(profile)}) + "\n")
     path = folder / "fleet.toml"
     path.write_text(text)
     return path
@@ -79,3 +80,13 @@ def test_a_fleet_file_names_counts_and_measures(tmp_path: Path) -> None:
 def test_a_mistake_is_named_with_the_file(tmp_path: Path, wrong: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_fleet(write(tmp_path, wrong))
+
+
+def test_a_step_profile_that_is_none_or_absent_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "tiny.json").write_text('{"id": "tiny", "node": "n-1"}')
+    with pytest.raises(ValueError, match=r"tiny\.json is not what `nearline profile NAME --json` prints"):
+        read_fleet(path)
+    (tmp_path / "tiny.json").unlink()
+    with pytest.raises(ValueError, match=r"tiny\.json: No such file"):
+        read_fleet(path)

@@ -1,6 +1,7 @@
 """Policies by name: all of them serve everybody, each shows what it is for, and none is the live one in disguise."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,40 @@ def test_the_command_takes_a_fleet_file_and_writes_json(tmp_path: Path) -> None:
     assert main(["--fleet", str(fleet), *load, "--detail", "engine", "--json", str(out)]) == 0
     assert '"policy": "nearline"' in out.read_text()
     assert main(["--fleet", str(tmp_path / "none.toml")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--rate", "0"], "must be more than 0"),
+        (["--cv", "-1"], "must be more than 0"),
+        (["--batch-part", "2"], "at least 0 and at most 1"),
+        (["--nodes", "0"], "at least 1"),
+        (["--seconds", "nan"], "out of range"),
+        (["--set", "stop_drains=1"], "there is stop_drain_s"),
+        (["--set", "nope=1"], "dispatch_headroom, "),
+        (["--set", "stop_s=soon"], "--set stop_s=soon: "),
+        (["--fleet", "/nope.toml"], "cannot read /nope.toml: No such file or directory"),
+        (["--trace", "/nope.csv"], "cannot read /nope.csv: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_words(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(wrong)
+    except SystemExit as left:
+        status = int(str(left.code))
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_bare_run_keeps_its_promises_and_an_overloaded_one_says_that_it_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["attainment"]["interactive"]["attained"] > 0.9
+    assert told.err == ""
+    assert main(["--rate", "5", "--seconds", "60"]) == 0
+    assert "of the promises were kept; try a lower --rate" in capsys.readouterr().err

@@ -5,6 +5,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from nearline.protocol.errors import InvalidRequest
+
 DEFAULT_PORT = 8000
 URL_VARIABLE = "NEARLINE_URL"
 API_KEY_VARIABLE = "NEARLINE_API_KEY"
@@ -23,8 +25,11 @@ class ClientConfig:
 
 
 def client_config(url: str | None = None, api_key: str | None = None) -> ClientConfig:
-    """Fill what the caller left open from NEARLINE_URL and NEARLINE_API_KEY."""
+    """Fill what the caller left open from NEARLINE_URL and NEARLINE_API_KEY. Raises InvalidRequest for no http URL."""
     chosen = url or os.environ.get(URL_VARIABLE) or f"http://127.0.0.1:{DEFAULT_PORT}"
+    if not chosen.startswith(("http://", "https://")):
+        cure = "only http:// and https:// will do" if "://" in chosen else f"put http:// in front: http://{chosen}"
+        raise InvalidRequest(f"{chosen!r} (--url or {URL_VARIABLE}) is no URL; {cure}", param="url")
     return ClientConfig(url=chosen.rstrip("/"), api_key=api_key or os.environ.get(API_KEY_VARIABLE))
 
 

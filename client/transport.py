@@ -57,15 +57,14 @@ class Transport:
             except aiohttp.ClientConnectorError:
                 raise StateUnavailable(f"nothing answers at {self.config.url}; start it with `nearline up`") from None
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise StateUnavailable(
-                    f"{self.config.url}: connection lost ({error or type(error).__name__})"
-                ) from None
+                why = str(error) or type(error).__name__
+                raise StateUnavailable(f"{self.config.url}: the connection was lost ({why}); call again") from None
             async with response:
                 if response.status < 400:
                     try:
                         yield response
-                    except aiohttp.ClientPayloadError as error:
-                        raise StateUnavailable(f"{self.config.url}: the answer broke off ({error})") from None
+                    except aiohttp.ClientError:
+                        raise StateUnavailable(f"the answer of {self.config.url} broke off; call again") from None
                     return
                 refusal = await _read_error(response)
                 delay = _retry_delay(response, attempt)

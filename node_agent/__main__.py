@@ -12,7 +12,8 @@ import structlog
 import uvloop
 
 from nearline.node_agent.agent import run_agent
-from nearline.node_agent.config import NodeConfig, parse_bytes
+from nearline.node_agent.config import NodeConfig, check, parse_bytes
+from nearline.node_agent.devices import probe_hardware
 from nearline.protocol import Bytes
 from nearline.protocol.errors import NearlineError
 
@@ -27,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _configure_logging(options.json_logs)
     try:
-        uvloop.run(run_agent(_config(options)))
+        config = _config(options)
+        if options.check:
+            check(config, probe_hardware())
+            return 0
+        uvloop.run(run_agent(config))
     except (NearlineError, OSError, ValueError) as error:
         sys.stderr.write(f"nearline node: {error}\n")
         return 1
@@ -61,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-file", type=Path, help="file with the cluster token (or set NEARLINE_CLUSTER_TOKEN)")
     add("--engine-command", help="how to start engines, e.g. 'numactl -N0 python -m nearline.engine'")
     add("--json-logs", action="store_true", help="one JSON object per log line")
+    add("--check", action="store_true", help="only say whether this machine can run so")
     return parser
 
 

@@ -6,7 +6,7 @@ import signal
 import structlog
 
 from nearline.checkpoint_store import CheckpointStore, StoreConfig
-from nearline.node_agent.config import NodeConfig
+from nearline.node_agent.config import NodeConfig, check
 from nearline.node_agent.data_dir import locked_data_dir, node_id
 from nearline.node_agent.devices import probe_hardware
 from nearline.node_agent.http import NodeHttp
@@ -23,6 +23,7 @@ async def run_agent(config: NodeConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     with locked_data_dir(config.data_dir):
         hardware = await asyncio.to_thread(probe_hardware)
+        check(config, hardware)
         store_config = StoreConfig(
             root=config.data_dir / "store",
             dram_pool_bytes=config.pool_bytes,

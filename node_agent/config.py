@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nearline.node_agent.types import CoreConfig
 from nearline.protocol import Bytes, DeviceInfo
+from nearline.protocol.errors import InvalidRequest
 
 _MAX_AUTOMATIC_CPU_SLOTS = 8
 _MAX_AUTOMATIC_PREWARMED = 2
@@ -68,6 +69,21 @@ class NodeConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def check(config: NodeConfig, hardware: Hardware) -> None:
+    """Raises InvalidRequest, with both numbers, for more memory than there is."""
+    least = min(device.memory_bytes for device in hardware.devices)
+    for option, wished, limit, where in (
+        ("--pool-bytes", config.pool_bytes, hardware.memory_bytes, "this machine has"),
+        ("--kv-bytes", config.kv_bytes, least, f"a device ({hardware.devices[0].name}) has"),
+    ):
+        if wished is not None and wished > limit:
+            raise InvalidRequest(f"{option} is {_gib(wished)}, and {where} {_gib(limit)} of memory; ask for less")
+
+
+def _gib(num_bytes: Bytes) -> str:
+    return f"{num_bytes / 1024**3:,.1f} GiB"
 
 
 def resolve(config: NodeConfig, hardware: Hardware) -> CoreConfig:

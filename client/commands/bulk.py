@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nearline.client.blocking import Client
-from nearline.client.commands.options import console, notices, print_json
+from nearline.client.commands.options import console, counted, notices, print_json
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest, NearlineError
 
 _MARK = "adapter_config.json"
@@ -55,9 +55,9 @@ def add_adapters(client: Client, pattern: str, base: str, replace: bool, as_json
         for failure in result.failed:
             notices.print(f"[red]✗[/] {escape(failure['name'])}: {escape(failure['error']['message'])}")
         mark = "[red]✗[/]" if result.failed else "[green]✓[/]"
-        console.print(
-            f"{mark} {len(result.registered)} of {len(directories)} adapters are registered on {escape(base)}"
-        )
+        num = len(result.registered)
+        verb = "is" if len(directories) == 1 else "are"
+        console.print(f"{mark} {num} of {counted(len(directories), 'adapter')} {verb} registered on {escape(base)}")
     if result.failed:
         raise typer.Exit(1)
 

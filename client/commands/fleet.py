@@ -10,7 +10,18 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
-from nearline.client.commands.options import ApiKey, Json, Rows, Url, connected, console, listed, megabytes, print_json
+from nearline.client.commands.options import (
+    ApiKey,
+    Json,
+    Rows,
+    Url,
+    connected,
+    console,
+    counted,
+    listed,
+    megabytes,
+    print_json,
+)
 from nearline.protocol.errors import StateUnavailable
 
 
@@ -91,8 +102,9 @@ def top(url: Url = None, api_key: ApiKey = None, interval_s: Interval = 1.0, as_
 def screen(fleet: dict[str, Any]) -> Group:
     """One look at everything."""
     num_up = sum(model["num_instances"] > 0 for model in fleet["models"])
+    models = counted(len(fleet["models"]), "model")
     return Group(
-        f"[bold]nearline[/] {fleet['version']}   {len(fleet['models'])} models, {num_up} of them up",
+        f"[bold]nearline[/] {fleet['version']}   {models}, {num_up} of them up",
         "\n[bold]instances[/]",
         instances_table(fleet["instances"]),
         "\n[bold]queues[/]",

@@ -1,6 +1,7 @@
 """`nearline invoke` and `nearline job …`: calling what is registered, now or later."""
 
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -44,16 +45,31 @@ def invoke(
         if as_json:
             print_json(plain(function.remote(prompt, **options)))
             return
-        last: dict[str, Any] = {}
-        for event in function.stream(prompt, **options):
-            sys.stdout.write(event.get("delta") or "")
-            sys.stdout.flush()
-            last = event if event.get("finish_reason") else last
-        sys.stdout.write("\n")
+        last = _printed(function.stream(prompt, **options))
         if last.get("finish_reason") == "length":
             notices.print("[dim](cut at the token limit; raise it with --max-tokens)[/]")
         if timings:
             notices.print(waterfall({"timings": last.get("timings") or {}}))
+            notices.print(f"[dim]request {last.get('id')}[/]")
+
+
+def _printed(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Write the text as it comes and end its line, however it ends. Returns the last event."""
+    last: dict[str, Any] = {}
+    has_text = False
+    try:
+        for event in events:
+            delta = event.get("delta") or ""
+            sys.stdout.write(delta)
+            sys.stdout.flush()
+            has_text = has_text or bool(delta)
+            last = event if event.get("finish_reason") else last
+    except BaseException:
+        sys.stdout.write("\n" if has_text else "")  # what is said of it begins its own line
+        sys.stdout.flush()
+        raise
+    sys.stdout.write("\n")
+    return last
 
 
 def request_of(text: str, raw: bool, **options: Any) -> tuple[str | None, dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -18,6 +19,7 @@ from nearline.client.commands.options import (
     Url,
     connected,
     console,
+    in_words,
     listed,
     megabytes,
     notices,
@@ -179,7 +181,7 @@ def show_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Jso
             print_json(shown)
             return
         for key, value in shown.items():
-            console.print(f"[dim]{key:>20}[/]  {value}")
+            console.print(f"[dim]{key:>20}[/]  {escape(in_words(key, value))}")
 
 
 @model.command("rm")

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -23,6 +24,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, nothin
 WIDE = 400
 """Columns of a table that goes to a file or a pipe: programs read whole rows, ids are never cut."""
 
+CURES = {
+    "invalid_api_key": f"give your key with --api-key or {API_KEY_VARIABLE}",
+    "name_taken": "with --replace the new one takes the name",
+}
+"""What a person at this command can do about an error that the platform words for every kind of caller."""
+
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
 notices = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -37,15 +44,17 @@ def fail(error: NearlineError, as_json: bool = False) -> NoReturn:
     if as_json:
         print_json({"error": {"message": error.message, "code": error.code, "param": error.param}})
     else:
-        notices.print(f"[bold red]error:[/] {escape(error.message)} [dim]({error.code})[/]")
+        cure = f"; {CURES[error.code]}" if error.code in CURES else ""
+        notices.print(f"[bold red]error:[/] {escape(error.message)}{cure} [dim]({error.code})[/]")
     raise typer.Exit(1)
 
 
 @contextmanager
 def connected(url: str | None, api_key: str | None, as_json: bool = False) -> Iterator[Client]:
     """A client for one verb; errors end the command with a message, Ctrl-C with status 130."""
-    client = Client(url, api_key)
+    client = None
     try:
+        client = Client(url, api_key)
         yield client
     except NearlineError as error:
         fail(error, as_json)
@@ -53,7 +62,8 @@ def connected(url: str | None, api_key: str | None, as_json: bool = False) -> It
         notices.print("interrupted")
         raise typer.Exit(130) from None
     finally:
-        client.close()
+        if client is not None:
+            client.close()
 
 
 def listed(
@@ -68,6 +78,28 @@ def listed(
             print_json(rows)
         else:
             console.print(table_of(rows))
+
+
+def in_words(key: str, value: Any) -> str:
+    """One field of an object for people: sizes and times by the ending of its name, nothing as a dash."""
+    if value is None or value in ("", [], {}):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {in_words(name, each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(in_words(key, each) for each in value)
+    if key.endswith("_at") and isinstance(value, (int, float)):
+        return datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if key.endswith("_bytes") and isinstance(value, (int, float)):
+        return megabytes(value)
+    seconds = " s" if key.endswith("_s") and not key.endswith("per_s") else ""
+    return f"{value:.4g}{seconds}" if isinstance(value, float) else f"{value}{seconds}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def megabytes(num_bytes: float) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from nearline.client.commands.options import fail, notices
 from nearline.client.config import DEFAULT_PORT, default_data_dir
 from nearline.client.functions import AsyncClient
 from nearline.client.platform import Platform, PlatformConfig, running_platform
-from nearline.protocol.errors import Fault, NearlineError
+from nearline.protocol.errors import Fault, InvalidRequest, NearlineError
 
 READY_TIMEOUT_S = 120.0
 MAX_REFUSALS = 2
@@ -39,7 +40,8 @@ Merge = Annotated[
     typer.Option(help="Run adapters merged into a copy of the base: never (default), auto or always, in turns."),
 ]
 TpotMs = Annotated[
-    float | None, typer.Option(help="Target between tokens; prompts are cut so that steps keep it (default 100).")
+    float | None,
+    typer.Option(min=1, help="Target between tokens; prompts are cut so that steps keep it (default 100)."),
 ]
 SwapBytes = Annotated[
     str | None, typer.Option(help="Host memory per engine for the KV of preempted requests, such as 2GiB.")
@@ -56,10 +58,10 @@ def up(
         str | None, typer.Option(help="A Redis or Valkey URL; without one an embedded Valkey runs.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(help="Models that may run at once on each device (default: by cores).")
+        int | None, typer.Option(min=1, help="Models that may run at once on each device (default: by cores).")
     ] = None,
     prewarm: Annotated[
-        int | None, typer.Option(help="Engine processes kept ready for the next cold start (default 1).")
+        int | None, typer.Option(min=0, help="Engine processes kept ready for the next cold start (default 1).")
     ] = None,
     pool: Annotated[
         str | None,
@@ -92,11 +94,23 @@ def up(
         controller_args=tuple(part for flag, values in tenants for value in values or () for part in (flag, value)),
     )
     try:
+        if agent_args:
+            _check(config)
         asyncio.run(_up(config))
     except NearlineError as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _check(config: PlatformConfig) -> None:
+    """Ask the node agent whether it can run with these options, before anything starts. Raises InvalidRequest."""
+    where = ("--controller", "http://127.0.0.1", "--data-dir", str(config.data_dir / "node"))
+    command = [sys.executable, "-m", "nearline.node_agent", *where, *config.agent_args, "--check"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"the node agent ended with status {done.returncode}"])[-1]
+        raise InvalidRequest(last.partition(": error: ")[2] or last.removeprefix("nearline node: "))
 
 
 async def _up(config: PlatformConfig) -> None:

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from tests.client.conftest import Server
@@ -103,6 +104,69 @@ def test_a_models_promises_are_made_changed_and_taken_away(server: Server, tmp_p
     assert "nothing to change" in nearline("model", "set", "m", url=server.url).stderr
 
 
+def test_an_error_names_what_to_do_at_this_command(server: Server, tmp_path: Path) -> None:
+    code = "invalid_api_key"
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no", "code": code}}, status=400)
+
+    server.handler = refuse
+    for cure in ("--api-key", "NEARLINE_API_KEY"):
+        assert cure in nearline("ps", url=server.url).stderr
+    code = "name_taken"
+    assert "--replace" in nearline("model", "add", "m", str(tmp_path), url=server.url).stderr
+    bare = nearline("ps", url="127.0.0.1:8000")
+    assert (bare.returncode, bare.stdout) == (1, "")
+    assert "put http:// in front: http://127.0.0.1:8000" in bare.stderr
+    assert "Traceback" not in bare.stderr
+
+
+def test_an_answer_that_breaks_off_says_so_on_its_own_line_and_to_call_again(server: Server) -> None:
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"delta": "par"}\n\n')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    server.handler = break_off
+    done = nearline("invoke", "m", "x", url=server.url)
+    assert (done.returncode, done.stdout) == (1, "par\n")
+    assert "broke off; call again" in done.stderr
+    assert "TransferEncoding" not in done.stderr
+
+
+def test_timings_come_with_the_id_that_replay_takes(server: Server) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"id": "req_7", "delta": "hi", "finish_reason": "stop"}\n\ndata: [DONE]\n\n')
+        return response
+
+    server.handler = stream
+    assert "request req_7" in nearline("invoke", "m", "x", "--timings", url=server.url).stderr
+
+
+def test_a_model_is_shown_in_words(server: Server) -> None:
+    error = {"rate": 0.0123456789, "copy_bytes": 4_000_000_000.0}
+    row = {**ROW, "license": None, "keep_alive_s": 300.0, "created_at": 0.0, "is_ready": True, "profile": error}
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        return web.json_response({**row, "adapters": ["a", "[b]"]})
+
+    server.handler = show
+    lines = nearline("model", "show", "org/m", url=server.url).stdout.splitlines()
+    shown = dict(tuple(line.split(maxsplit=1)) for line in lines)
+    assert shown["num_bytes"] == "269.1 MB"
+    assert shown["license"] == "–"
+    assert shown["keep_alive_s"] == "300 s"
+    assert shown["created_at"].startswith(("1970-01-01", "1969-12-31"))
+    assert shown["is_ready"] == "yes"
+    assert shown["profile"] == "rate: 0.01235, copy_bytes: 4.0 GB"
+    assert shown["adapters"] == "a, [b]"
+
+
 def test_a_job_that_failed_makes_wait_fail(server: Server) -> None:
     async def failed(request: web.Request) -> web.StreamResponse:
         error = {"message": "no such luck", "code": "instance_failed"}
@@ -139,3 +203,34 @@ def test_an_interrupt_while_the_command_still_loads_leaves_no_traceback() -> Non
     program += "from nearline.__main__ import main\nmain()"
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_after_an_interrupt_nothing_is_waited_for() -> None:
+    program = """
+import sys, threading, types
+def interrupted(): raise KeyboardInterrupt
+sys.modules["nearline.client.cli"] = types.SimpleNamespace(app=interrupted)
+threading.Thread(target=threading.Event().wait).start()
+from nearline.__main__ import main
+print("text")
+main()"""
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "text\n", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--merge", "foo", "--merge"),
+        ("--slots", "0", "--slots"),
+        ("--pool", "lots", "'lots' is not a size"),
+        ("--pool", "7TiB", "--pool-bytes is 7,168.0 GiB, and this machine has"),
+    ],
+)
+def test_up_refuses_options_before_anything_starts(tmp_path: Path, option: str, value: str, said: str) -> None:
+    done = nearline("up", "--data-dir", str(tmp_path / "data"), "--port", "0", option, value)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "valkey" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "data").exists()

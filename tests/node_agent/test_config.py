@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nearline.node_agent.config import Device, Hardware, NodeConfig, parse_bytes, resolve
+from nearline.node_agent.config import Device, Hardware, NodeConfig, check, parse_bytes, resolve
+from nearline.protocol.errors import InvalidRequest
 
 CPU = Hardware(2, 24 << 30, (Device("cpu", "Xeon", 24 << 30),))
 
@@ -59,3 +60,11 @@ def test_wishes_win_over_the_machine_and_nonsense_is_refused() -> None:
     assert (resolved.kv_bytes, resolved.max_running) == (1000, 5)
     with pytest.raises(ValueError, match="num_slots is 0"):
         config(num_slots=0)
+
+
+def test_more_memory_than_there_is_is_refused_with_both_numbers() -> None:
+    check(config(pool_bytes=CPU.memory_bytes, kv_bytes=CPU.memory_bytes), CPU)
+    with pytest.raises(InvalidRequest, match=r"--pool-bytes is 7,168\.0 GiB, and this machine has"):
+        check(config(pool_bytes=7 << 40), CPU)
+    with pytest.raises(InvalidRequest, match=r"--kv-bytes is 7,168\.0 GiB, and a device"):
+        check(config(kv_bytes=7 << 40), CPU)

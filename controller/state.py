@@ -70,6 +70,8 @@ class InstanceRecord:
     num_evicted: int = 0
     in_flight: dict[RequestId, RequestRecord] = field(default_factory=dict)
     adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
+    """Those on its device, or sent there and not reported yet."""
+    reported_adapters: tuple[Digest, ...] = ()
     homes: dict[Digest, None] = field(default_factory=dict)
     """Adapters whose requests should come here first."""
     prepared: dict[Digest, None] = field(default_factory=dict)
@@ -99,8 +101,12 @@ class InstanceRecord:
         self.is_doubtful = False
         self.max_running = max(1, status.max_running)
         self.kv_tokens_used, self.kv_tokens_total = status.kv_tokens_used, status.kv_tokens_total
-        for digest in status.adapter_digests:
-            self.adapters[digest] = None
+        reported = dict.fromkeys(status.adapter_digests)
+        for digest in self.reported_adapters:  # what was only sent there may still be read
+            if digest not in reported:
+                self.adapters.pop(digest, None)
+        self.reported_adapters = status.adapter_digests
+        self.adapters.update(reported)
 
     def remember(self, request: RequestRecord) -> None:
         """Note what a dispatched request leaves in the instance: its adapter and its prompt's prefix."""

@@ -174,10 +174,14 @@ class Relay:
 
     def adapter_loaded(self, engine_id: EngineId, message: AdapterLoaded) -> InstanceId | None:
         """Note the outcome of a load and name the instance; after a failure the next Submit tries again."""
-        instance_id = self._instances.get(engine_id)
+        instance_id = self.instance_of(engine_id)
         if instance_id is not None and message.error is not None:
             self._adapters[instance_id].pop(message.digest, None)
         return instance_id
+
+    def instance_of(self, engine_id: EngineId) -> InstanceId | None:
+        """Name the instance that is bound to a process, if one is."""
+        return self._instances.get(engine_id)
 
     def unload_adapter(self, digest: Digest) -> list[InstanceId]:
         """Tell every engine that has an adapter to let go of it; name their instances."""

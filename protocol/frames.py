@@ -246,10 +246,8 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class AdapterBytes:
-    """An adapter's checkpoint file lies in these parts of the pool, one after another, its digests checked. No extents:
-    read its directory.
-
-    They are lent for one read, and hold these bytes until ExtentsFree gives `lease_id` back, or the process has ended.
+    """An adapter's checkpoint file lies in these parts of the pool, one after another, its digests checked; without
+    any, read its directory. They are lent for one read: until ExtentsFree gives `lease_id` back, or the process ends.
     """
 
     digest: Digest
@@ -261,11 +259,9 @@ class AdapterBytes:
 class LoadAdapter:
     """Make an adapter usable, from its checkpoint directory. Sent before the first Submit that names it.
 
-    Answered by AdapterLoaded; so is each later read of an adapter that had to make place for others meanwhile. With
-    `is_ahead` nobody asks for it yet: it is read when nothing else is, or not at all if no place is free then.
-
-    Of one that `is_pooled` the agent says for every read where its bytes are: here, or when it is asked
-    (AdapterWanted). Without it the directory is read.
+    Answered by AdapterLoaded, as is each read after an AdapterEvicted. With `is_ahead` nobody asks for it yet: it is
+    read when nothing else is, or not at all if no place is free. Of one that `is_pooled` the agent says for every read
+    where its bytes are, here or when it is asked (AdapterWanted); without it the directory is read.
     """
 
     digest: Digest
@@ -354,6 +350,13 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterEvicted:
+    """An adapter is no longer on the device. Whoever asks for it has it read again."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterWanted:
     """An adapter is about to be read: where are its bytes? Answered by AdapterBytes, when they are there."""
 
@@ -392,6 +395,6 @@ ToEngine = (
     | ProfileInstance | CancelImport
 )  # fmt: skip
 FromEngine = (
-    EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | AdapterWanted | ExtentsFree | Unbound | Pong
-    | ProfileProgress | ProfileFinished | ImportFailed | FramesFree
+    EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | AdapterEvicted | AdapterWanted | ExtentsFree
+    | Unbound | Pong | ProfileProgress | ProfileFinished | ImportFailed | FramesFree
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -233,3 +234,19 @@ def test_an_adapter_is_asked_for_again_once_it(pause: Callable[[World], None]) -
     assert len(first) == 1
     pause(made)
     assert asked_at_second_home(made, "s") == first
+
+
+def test_an_adapter_that_an_engine_gave_up_is_not_believed_there_and_one_on_its_way_is() -> None:
+    made = two_nodes(3)
+    instance = next(iter(made.core.fleet.instances.values()))
+    status = made.nodes[instance.node.node_id].instances[instance.instance_id].status()
+
+    def reported(*names: str) -> list[str]:
+        instance.apply(replace(status, adapter_digests=tuple(map(Digest, names))))
+        return list(instance.adapters)
+
+    assert reported("lora0", "lora1") == ["lora0", "lora1"]
+    instance.adapters[Digest("lora2")] = None  # dispatched a moment ago
+    assert set(reported("lora1")) == {"lora1", "lora2"}
+    assert set(reported("lora1", "lora2")) == {"lora1", "lora2"}
+    assert reported() == []

@@ -322,15 +322,21 @@ def test_grammars_are_compiled_beside_the_others_and_bad_ones_harm_nobody(
 def test_an_adapter_that_makes_place_for_another_is_said_to_be_gone(
     shared: EngineUnderTest, checkpoints: dict[str, Path]
 ) -> None:
-    names = ("lora4", "lora8")
-    sizes = [sum(file.stat().st_size for file in checkpoints[name].glob("*.safetensors")) for name in names]
-    shared.bind(checkpoints["a"], kv_bytes=sum(sizes))  # adapters may take half of it
-    digests = [checkpoints[name].name for name in names]
-    for name, digest in zip(names, digests, strict=True):
-        shared.send(LoadAdapter(digest, str(checkpoints[name])))
-        shared.generate(request(f"of {name}", [1, 2, 3], adapter_digest=digest))
-    assert shared.expect(AdapterEvicted).digest == digests[0]
-    shared.generate(request("again", [1, 2, 3], adapter_digest=digests[0]))
-    said = [m.digest for m in shared.inbox if isinstance(m, (AdapterEvicted, AdapterLoaded))]
-    assert said == [digests[0], digests[1], digests[0], digests[1], digests[0]] or said.count(digests[0]) == 3
+    digests = [checkpoints[name].name for name in ("lora4", "lora8")]
+
+    def use(digest: str) -> AdapterLoaded:
+        shared.inbox.clear()
+        shared.send(LoadAdapter(digest, str(checkpoints["a"].parent / digest)))
+        shared.generate(request(f"of {digest}", [1, 2, 3], adapter_digest=digest))
+        return next(message for message in shared.inbox if isinstance(message, AdapterLoaded))
+
+    shared.bind(checkpoints["a"])
+    sizes = [use(digest).num_bytes for digest in digests]
+    assert not any(isinstance(message, AdapterEvicted) for message in shared.inbox)
+    shared.unbind()
+    shared.bind(checkpoints["a"], kv_bytes=sum(sizes))  # of which adapters may take half
+    for digest, other in zip(digests, reversed(digests), strict=True):
+        use(digest)
+        assert use(other).digest == other
+        assert [m.digest for m in shared.inbox if isinstance(m, AdapterEvicted)] == [digest]
     shared.unbind()

@@ -18,6 +18,7 @@ from nearline.protocol import FinishReason, MessageCodec, ModelId, SequenceUpdat
 from nearline.protocol.errors import ErrorInfo
 from nearline.protocol.frames import (
     Abort,
+    AdapterEvicted,
     AdapterLoaded,
     Bind,
     BindFailed,
@@ -82,6 +83,8 @@ class StandIn:
             case LoadAdapter():
                 error = ErrorInfo("adapter_mismatch", "rank differs") if self.model == "bad-adapter" else None
                 self.send(AdapterLoaded(message.digest, 0.001, 10, error))
+                if self.model == "evicts-adapters":
+                    self.send(AdapterEvicted(message.digest))
             case Unbind():
                 if self.model == "never-unbinds":
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)

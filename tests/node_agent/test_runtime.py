@@ -321,3 +321,13 @@ async def test_adapters_are_read_ahead_by_instances_that_start_and_that_serve(
     assert agent.log().count("adapter not read ahead") == 2
     await controller.submit("i2", "r1", adapter_digest=digest)
     assert token_ids(await controller.finished("r1")) == [0, 1, 2, 3, 4]
+
+
+async def test_an_adapter_that_had_to_make_place_is_no_longer_reported(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    digest = stored_checkpoint[0].digest
+    await ready(controller, digest, "i1", "evicts-adapters")
+    await controller.submit("i1", "r1", adapter_digest=digest)
+    assert token_ids(await controller.finished("r1")) == [0, 1, 2, 3, 4]
+    assert (await controller.report()).instances[0].adapter_digests == ()

@@ -1,8 +1,9 @@
-"""`nearline replay`: a journal's digest, or why one request waited, told by the core that decided it."""
+"""`nearline replay`: a journal in short, or why one of its requests waited, told by the core that decided it."""
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nearline.controller import actions as do
@@ -13,11 +14,13 @@ from nearline.controller.journal import Concern, digest, first_part, read, repla
 from nearline.protocol import RequestId, Seconds, WireError
 
 RUNS = "runs"
+NUM_SLOWEST = 5
+Step = tuple[Seconds, happened.Event, list[do.Action]]
 
 
-def story(request_id: RequestId, path: Path) -> Iterator[tuple[Seconds, str]]:
-    """Tell what happened to a request, and whenever the reason changed for which it waited; at the end where its time
-    went. Raises WireError if the journal's first file is missing."""
+def story(request_id: RequestId, path: Path) -> Iterator[tuple[Seconds | None, str]]:
+    """Tell what happened to a request, and whenever the reason changed for which it waited; at the end, without a time,
+    where its time went, in the order in which it did. Raises WireError if the journal's first file is missing."""
     header, events = read(path)
     first_part(path, header)
     core, concern = ControllerCore(header.config), Concern(request_id)
@@ -36,8 +39,59 @@ def story(request_id: RequestId, path: Path) -> Iterator[tuple[Seconds, str]]:
                 yield now, f"waits: {found}"
     if reason:
         spent[reason] = spent.get(reason, 0.0) + now - since
-    for what, seconds in sorted(spent.items(), key=lambda row: -row[1]):
-        yield now, f"in all {seconds:.3f} s: {what}"
+    for what, seconds in spent.items():
+        yield None, f"in all {seconds:.3f} s: {what}"
+
+
+@dataclass
+class Summary:
+    """What a replay went through. `waits` are seconds from a request's arrival to its first token, or to the end."""
+
+    num_events: int = 0
+    first_at: Seconds | None = None
+    last_at: Seconds = 0.0
+    waits: dict[RequestId, Seconds] = field(default_factory=dict)
+    waiting: dict[RequestId, Seconds] = field(default_factory=dict)
+
+    def watched(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Hand every step on and count it."""
+        for now, event, actions in steps:
+            self.num_events += 1
+            self.first_at = now if self.first_at is None else self.first_at
+            self.last_at = now
+            match event:
+                case happened.RequestArrived(info):
+                    self.waiting[info.request_id] = now
+                case happened.FirstToken() | happened.SequenceEnded() | happened.RequestCancelled():
+                    self._over(event.request_id, now)
+            for action in actions:
+                if isinstance(action, do.Reject):
+                    self._over(action.request_id, now)
+            yield now, event, actions
+
+    def _over(self, request_id: RequestId, now: Seconds) -> None:
+        if request_id in self.waiting:
+            self.waits[request_id] = now - self.waiting.pop(request_id)
+
+    def slowest(self) -> list[tuple[Seconds, RequestId, str]]:
+        """The longest waits first: seconds, request, and a word on those that still wait when the journal ends."""
+        rows = [(seconds, request_id, "") for request_id, seconds in self.waits.items()]
+        rows += [(self.last_at - at, request_id, "  (still waits)") for request_id, at in self.waiting.items()]
+        return sorted(rows, key=lambda row: (-row[0], row[1]))[:NUM_SLOWEST]
+
+
+def overview(path: Path) -> Iterator[str]:
+    """Replay all of a journal and say in lines what it held, and which of its requests to ask about."""
+    summary = Summary()
+    found = digest(summary.watched(replay(path)))
+    num_requests = len(summary.waits) + len(summary.waiting)
+    seconds = summary.last_at - (summary.first_at or 0.0)
+    yield f"replayed  {path}: {summary.num_events} events in {seconds:.1f} s, {num_requests} requests"
+    yield f"digest    {found}  (equal digests: the same actions in the same order)"
+    if num_requests:
+        yield "slowest   to the first token or the end; why: --request ID"
+    for wait, request_id, note in summary.slowest():
+        yield f"{wait:10.3f} s  {request_id}{note}"
 
 
 def sentence(item: happened.Event | do.Action) -> str:
@@ -92,23 +146,28 @@ def _reason(core: ControllerCore, request_id: RequestId) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the digest of a journal's actions, or the story of one request."""
+    """Repeat a journal's decisions: what it held and its slowest requests, or the story of one request."""
     parser = argparse.ArgumentParser(prog="nearline replay", description=main.__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="a journal, <data>/controller/journal/<epoch>.000.journal")
     parser.add_argument("--request", type=RequestId, help="tell what happened to this request, and why it waited")
     options = parser.parse_args(arguments)
     try:
         if options.request is None:
-            sys.stdout.write(digest(replay(options.file)) + "\n")
+            for line in overview(options.file):
+                sys.stdout.write(line + "\n")
             return 0
         start = None
         for now, text in story(options.request, options.file):
             start = now if start is None else start
-            sys.stdout.write(f"{now - start:+10.3f} s  {text}\n")
-    except (OSError, WireError) as error:
+            when = "" if now is None or start is None else f"{now - start:+.3f} s"
+            sys.stdout.write(f"{when:>12}  {text}\n")
+    except OSError as error:
+        sys.stderr.write(f"cannot replay {options.file}: {error.strerror}\n")
+        return 1
+    except WireError as error:
         sys.stderr.write(f"cannot replay {options.file}: {error}\n")
         return 1
-    if options.request is not None and start is None:
+    if start is None:
         sys.stderr.write(f"{options.file} holds no request {options.request!r}\n")
         return 1
     return 0

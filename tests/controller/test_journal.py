@@ -58,9 +58,56 @@ def test_replays_agree_across_processes_and_hash_seeds(tmp_path: Path) -> None:
             text=True,
             check=True,
         )
-        prints.append(run.stdout.strip())
-    assert prints == [digest(replay(path))] * 2
-    assert len(prints[0]) == 32
+        prints.append(run.stdout)
+    assert prints[0] == prints[1]
+    found = digest(replay(path))
+    assert len(found) == 32
+    assert f"digest    {found}" in prints[0]
+
+
+def test_a_replay_names_the_slowest_requests_so_that_they_can_be_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    w = world("a", "b", config=CoreConfig(epoch="j", dispatch_headroom=0))
+    w.arrive("slow", "a")
+    w.sleep(3)
+    w.start_all()
+    w.token("slow")
+    w.arrive("quick", "a")
+    w.sleep(1)
+    w.token("quick")
+    w.arrive("unserved", "b")
+    w.finish("slow")
+    w.sleep(0.5)
+    w.finish("quick")
+    path = written(tmp_path, w)
+    assert main([str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"{len(w.journal)} events" in told
+    assert ", 3 requests" in told
+    rows = [line.split() for line in told.splitlines() if line.startswith(" ")]
+    assert [row[2] for row in rows] == ["slow", "quick", "unserved"]
+    assert [float(row[0]) for row in rows] == pytest.approx([3.0, 1.0, 0.5], abs=0.2)
+    assert rows[2][3:] == ["(still", "waits)"]
+    assert main([str(tmp_path / "absent")]) == 1
+    assert capsys.readouterr().err == f"cannot replay {tmp_path / 'absent'}: No such file or directory\n"
+
+
+def test_where_a_requests_time_went_is_told_without_a_time_of_its_own(tmp_path: Path) -> None:
+    w = world("a", config=CoreConfig(epoch="j", dispatch_headroom=0))
+    w.arrive("mine", "a")
+    w.sleep(1)
+    w.start_all()
+    w.token("mine")
+    w.finish("mine")
+    w.sleep(60)
+    w.arrive("later", "a")
+    told = list(story(RequestId("mine"), written(tmp_path, w)))
+    times = [now for now, _ in told if now is not None]
+    assert times == sorted(times)
+    assert max(times) - min(times) < 10
+    assert [text.partition(" ")[0] for now, text in told if now is None] == ["in"] * (len(told) - len(times))
+    assert told[-1][1].endswith(": runs")
 
 
 def test_a_journal_in_many_parts_replays_as_one(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _configure_logging(options.json_logs)
     try:
-        uvloop.run(serve(_config(options)))
+        config = _config(options)
+        if not options.check:
+            uvloop.run(serve(config))
     except (NearlineError, OSError, ValueError) as error:
         sys.stderr.write(f"nearline controller: {error}\n")
         return 1
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running-jobs", type=int, default=32, help="jobs run at once")
     add("--result-ttl", type=float, default=86_400.0, metavar="SECONDS", help="how long job results are kept")
     add("--json-logs", action="store_true", help="one JSON object per log line")
+    add("--check", action="store_true", help="only say whether these options will do")
     return parser
 
 

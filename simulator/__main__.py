@@ -200,7 +200,11 @@ def main(arguments: Sequence[str]) -> int:
     found: dict[str, Any] = {"policy": options.policy, **report(simulation, outcome)}
     text = json.dumps(found, indent=2) + "\n"
     if options.json is not None:
-        options.json.write_text(text)
+        try:
+            options.json.write_text(text)
+        except OSError as error:
+            sys.stderr.write(f"nearline simulate: cannot write {options.json}: {error.strerror}\n")
+            return 2
     else:
         sys.stdout.write(text)
     if (kept := attained(simulation)) < _OVERLOADED:

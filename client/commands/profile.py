@@ -26,8 +26,8 @@ def profile(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json =
                 _show(progress, tasks, event)
             else:
                 result = event
-    if result is None:
-        raise NodeLost(f"the profile of {name} ended without a result; see the platform's logs")
+        if result is None:
+            raise NodeLost(f"the profile of {name} ended without a result; see the platform's logs")
     if as_json:
         print_json(result)
         return

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,8 +95,7 @@ def up(
         controller_args=tuple(part for flag, values in tenants for value in values or () for part in (flag, value)),
     )
     try:
-        if agent_args:
-            _check(config)
+        _check(config)
         asyncio.run(_up(config))
     except NearlineError as error:
         fail(error)
@@ -104,13 +104,20 @@ def up(
 
 
 def _check(config: PlatformConfig) -> None:
-    """Ask the node agent whether it can run with these options, before anything starts. Raises InvalidRequest."""
-    where = ("--controller", "http://127.0.0.1", "--data-dir", str(config.data_dir / "node"))
-    command = [sys.executable, "-m", "nearline.node_agent", *where, *config.agent_args, "--check"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"the node agent ended with status {done.returncode}"])[-1]
-        raise InvalidRequest(last.partition(": error: ")[2] or last.removeprefix("nearline node: "))
+    """Ask the parts whether they can run with these options, before anything starts. Raises InvalidRequest."""
+    where = ("--data-dir", str(config.data_dir / "unused"))
+    parts = (
+        ("nearline.node_agent", ("--controller", "http://127.0.0.1", *config.agent_args), config.agent_args),
+        ("nearline.controller", ("--redis", "unix:///unused", *config.controller_args), config.controller_args),
+    )
+    for module, arguments, chosen in parts:
+        if not chosen:
+            continue
+        command = [sys.executable, "-m", module, *where, *arguments, "--check"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"{module} ended with status {done.returncode}"])[-1]
+            raise InvalidRequest(re.sub(r"^(nearline \w+: |.*?: error: )", "", last))
 
 
 async def _up(config: PlatformConfig) -> None:

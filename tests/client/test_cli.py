@@ -224,6 +224,8 @@ main()"""
         ("--merge", "foo", "--merge"),
         ("--slots", "0", "--slots"),
         ("--pool", "lots", "'lots' is not a size"),
+        ("--tenant-weight", "a=0", "NAME=W with W above 0, not 'a=0'"),
+        ("--tenant-slo", "a=soon", "one of interactive"),
         ("--pool", "7TiB", "--pool-bytes is 7,168.0 GiB, and this machine has"),
     ],
 )

@@ -96,7 +96,8 @@ class Registry:
         something else. Raises InvalidRequest for a bad name, NameTaken for one in use."""
         check_name(name)
         if name in self.models or name in self.adapters:
-            raise NameTaken(f"{name!r} is registered already; remove it first or choose another name", param="name")
+            cure = "remove it first, choose another name, or say `replace` to put one of its kind in its place"
+            raise NameTaken(f"{name!r} is registered already; {cure}", param="name")
         if (meant := self._qualified(name)) is not None:
             found = f"adapter {meant.adapter_id!r} on {meant.base_id!r}"
             raise NameTaken(f"{name!r} means {found} already; choose another name", param="name")

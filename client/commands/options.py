@@ -26,7 +26,6 @@ WIDE = 400
 
 CURES = {
     "invalid_api_key": f"give your key with --api-key or {API_KEY_VARIABLE}",
-    "name_taken": "with --replace the new one takes the name",
 }
 """What a person at this command can do about an error that the platform words for every kind of caller."""
 

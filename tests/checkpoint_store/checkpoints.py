@@ -1,15 +1,24 @@
 """Writes small committed checkpoints without the importer: a safetensors file and its manifest, nothing else."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from nearline.checkpoint_store import FORMAT_VERSION, WEIGHTS_NAME, Manifest, TensorEntry, write_manifest
+from nearline.checkpoint_store import (
+    FORMAT_VERSION,
+    WEIGHTS_NAME,
+    CheckpointStore,
+    Lease,
+    Manifest,
+    TensorEntry,
+    write_manifest,
+)
 from nearline.checkpoint_store.publish_digest import content_digest
-from nearline.protocol import CheckpointInfo, CheckpointKind
+from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
 
 TINY_CHUNK = 16 * 4096
 RawTensor = tuple[str, tuple[int, ...], bytes]
@@ -55,3 +64,9 @@ def commit_random(directory: Path, num_chunks: int, seed: int, tail: int = 1234)
     """A checkpoint of one tensor that fills `num_chunks` chunks, the last one with an odd length."""
     num_bytes = (num_chunks - 1) * TINY_CHUNK + tail - 4096 * (num_chunks > 1)
     return commit(directory, {"w": ("U8", (num_bytes,), random_bytes(num_bytes, seed))})
+
+
+def acquired_at_once(store: CheckpointStore, digests: Sequence[Digest]) -> list[Lease]:
+    """Acquire each in a thread of its own."""
+    with ThreadPoolExecutor(len(digests)) as threads:
+        return list(threads.map(store.acquire, digests))

@@ -14,6 +14,7 @@ from nearline.checkpoint_store import CheckpointStore, Lease, Manifest
 from nearline.checkpoint_store.weights_file import WeightsFile
 from nearline.protocol import CheckpointKind, Digest, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, OutOfMemory
+from tests.checkpoint_store.checkpoints import acquired_at_once
 
 OpenStore = Callable[..., CheckpointStore]
 Add = Callable[..., Manifest]
@@ -94,15 +95,7 @@ def test_an_adapter_of_several_chunks_has_frames_and_extents(open_store: OpenSto
 def test_concurrent_leases_of_one_adapter_read_it_once(open_store: OpenStore, add: Add) -> None:
     manifests = [add(20_000, seed) for seed in range(3)]
     store = open_store()
-    leases: list[Lease] = []
-    threads = [
-        threading.Thread(target=lambda m=m: leases.append(store.acquire(m.digest)))  # type: ignore[misc]
-        for m in manifests * 8
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    leases = acquired_at_once(store, [manifest.digest for manifest in manifests * 8])
     assert len({lease.extents for lease in leases}) == 3
     for lease in leases:
         lease.done.result(20)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from nearline.checkpoint_store import FRAME_FAILED, FRAME_READY, CheckpointStore, Lease, Manifest
 from nearline.protocol import Digest, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, InvalidRequest, ModelNotFound, OutOfMemory
+from tests.checkpoint_store.checkpoints import acquired_at_once
 
 OpenStore = Callable[..., CheckpointStore]
 
@@ -80,15 +80,7 @@ def test_what_is_in_dram_is_leased_without_reading_and_within_a_millisecond(
 def test_many_concurrent_leases_read_each_chunk_once(open_store: OpenStore, add: Callable[..., Manifest]) -> None:
     manifests = [add(6, seed) for seed in range(3)]
     store = open_store(num_frames=18)
-    leases: list[Lease] = []
-    threads = [
-        threading.Thread(target=lambda m=m: leases.append(store.acquire(m.digest)))  # type: ignore[misc]
-        for m in manifests * 8
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    leases = acquired_at_once(store, [manifest.digest for manifest in manifests * 8])
     for lease in leases:
         lease.done.result(20)
         assert content(store, lease) == weights(store, lease.digest).read_bytes()

@@ -8,7 +8,6 @@ Warnings go to stderr, open or not.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import json
@@ -19,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import structlog
 
@@ -36,11 +35,12 @@ _PROGRESS_INTERVAL_S = 0.1
 class _Lines:
     """Writes JSON lines to stdout; progress only so often. A reader that has gone away cancels the work."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None, stop: "_Stop") -> None:
+        self._stream, self._stop = stream, stop
         self._phase, self._next_at = "", 0.0
 
     def progress(self, phase: str, done_bytes: Bytes, total_bytes: Bytes) -> None:
+        self._stop.heed()
         now = time.monotonic()
         if phase == self._phase and now < self._next_at and done_bytes < total_bytes:
             return
@@ -81,20 +81,14 @@ def main(arguments: list[str] | None = None) -> int:
     _occupy_standard_streams()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(_SafeStderr()))
     log = structlog.get_logger("checkpoint_store")
-    lines = _Lines(sys.stdout)
+    stop = _Stop()
+    lines = _Lines(sys.stdout, stop)
     reporter = Reporter(lines.progress, lambda message: log.warning(message, source=getattr(options, "source", None)))
     if getattr(options, "asks_for_room", False):
         reporter = dataclasses.replace(reporter, make_room=lines.ask_for_room)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _cancel)
     status = 0
-    for _ in _wishes(options):
-        try:
-            outcome = {"checkpoint": to_plain(_run(options, reporter))}
-        except BaseException as error:
-            if isinstance(error, SystemExit):
-                raise
-            outcome = {"error": to_plain(ErrorInfo.of(error))}
+    for _ in _wishes(options, stop):
+        outcome = _outcome(options, reporter, stop)
         status = 0 if "checkpoint" in outcome else 1
         try:
             lines.write(outcome)
@@ -105,16 +99,71 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def _wishes(options: argparse.Namespace) -> Iterator[None]:
+class _Interrupted(BaseException):
+    """Raised where SIGTERM or SIGINT found the work; no handler of ordinary errors takes it for one."""
+
+
+class _Stop:
+    """Ends the work at SIGTERM or SIGINT by raising where it stands, once, so that clean-up is left alone.
+
+    That may be inside code which swallows what is raised, as a finaliser does, or fails over it in its own way. So what
+    fails after a signal counts as cancelled whatever it says, and the next progress ends what went on nevertheless.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Which signal came; empty while none did."""
+        self.is_heeded = False
+        """Whether a signal raises at once: while work is under way or a line is awaited, never between."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ring)
+
+    def heed(self) -> None:
+        """Raise if a signal came."""
+        if self.reason:
+            raise _Interrupted(self.reason)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        is_first, self.reason = not self.reason, self.reason or f"cancelled by {signal.Signals(number).name}"
+        if is_first and self.is_heeded:
+            raise _Interrupted(self.reason)
+
+
+def _outcome(options: argparse.Namespace, reporter: Reporter, stop: _Stop) -> dict[str, Any]:
+    try:
+        stop.is_heeded = True
+        stop.heed()
+        checkpoint = _run(options, reporter)
+        stop.is_heeded = False
+        return {"checkpoint": to_plain(checkpoint)}
+    except SystemExit:
+        raise
+    except BaseException as error:
+        stop.is_heeded = False
+        return {"error": to_plain(ErrorInfo.of(Cancelled(stop.reason) if stop.reason else error))}
+
+
+def _wishes(options: argparse.Namespace, stop: _Stop) -> Iterator[None]:
     """One wish, as the command line says; or one per line on stdin, written into the options, until it ends."""
     if not getattr(options, "stays", False):
         yield
         return
-    with contextlib.suppress(Cancelled):  # nothing was under way
-        while line := sys.stdin.readline():
-            wish = json.loads(line)
-            options.kind, options.source, options.base = wish["kind"], wish["source"], wish.get("base")
-            yield
+    while line := _next_line(stop):
+        wish = json.loads(line)
+        options.kind, options.source, options.base = wish["kind"], wish["source"], wish.get("base")
+        yield
+
+
+def _next_line(stop: _Stop) -> str:
+    """Wait for a line on stdin; empty when there are no more, or a signal came."""
+    try:
+        stop.is_heeded = True
+        stop.heed()
+        return sys.stdin.readline()
+    except _Interrupted:
+        return ""
+    finally:
+        stop.is_heeded = False
 
 
 def _occupy_standard_streams() -> None:
@@ -148,12 +197,6 @@ def _of_source(error: OSError, root: Path) -> Exception:
         return error
     cure = "the node agent must be able to read every file of a source"
     return InvalidRequest(f"cannot read {name[:300]}: {error.strerror}; {cure}", param="source")
-
-
-def _cancel(number: int, frame: FrameType | None) -> NoReturn:
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)  # once is enough; the second must not disturb the clean-up
-    raise Cancelled(f"cancelled by {signal.Signals(number).name}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,8 +16,7 @@ def is_cached(descriptor: int, offset: Bytes, count: Bytes) -> bool:
     start = offset // _PAGE * _PAGE
     length = offset + count - start
     pages = (ctypes.c_ubyte * -(-length // _PAGE))()
-    with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as mapped:
-        first = ctypes.c_ubyte.from_buffer(mapped)
-        status = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(length), pages)
-        del first  # a mapping that is looked at cannot be closed
+    # It holds the mapping, which goes with it: one that is looked at cannot be closed.
+    first = ctypes.c_ubyte.from_buffer(mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start))
+    status = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(length), pages)
     return status == 0 and all(page & 1 for page in pages)

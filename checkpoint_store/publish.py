@@ -52,8 +52,8 @@ def publish(root: Path, draft: Draft, reporter: Reporter | None = None) -> Manif
     reporter.make_room(needed)
     _check_space(root, needed)
     staging = root / INCOMING / staging_name(str(draft.info.kind))
-    staging.mkdir()
     try:
+        staging.mkdir()
         chunk_digests = _write_weights(staging / WEIGHTS_NAME, header, draft, reporter)
         draft = draft.concluded()
         for name, content in draft.files.items():

@@ -42,8 +42,8 @@ def publish_linked(root: Path, directory: SourceDirectory, draft: Draft, reporte
     (root / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     (root / INCOMING).mkdir(exist_ok=True)
     staging = root / INCOMING / staging_name(str(draft.info.kind))
-    staging.mkdir()
     try:
+        staging.mkdir()
         _link(weights, staging / WEIGHTS_NAME, root)
         chunk_digests, num_bytes = _digests(staging / WEIGHTS_NAME, draft, reporter)
         for name, content in draft.files.items():

@@ -1,8 +1,10 @@
 """The import process as the node agent and people start it: JSON lines, exit status, closed streams, the hub."""
 
 import json
+import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nearline.checkpoint_store import safetensors_file
+from nearline.checkpoint_store.__main__ import main
+from nearline.checkpoint_store.safetensors_file import read_blocks
 from nearline.protocol import CheckpointInfo, CheckpointKind, from_plain
 from nearline.protocol.errors import ErrorInfo
 from tests.checkpoint_store.hub import SHA, Manners, hub
@@ -302,3 +307,51 @@ def test_the_revisions_of_a_base_and_of_its_adapter_are_each_its_own(
         assert (status, info(lines).base_digest) == (0, base)
         assert [asked for asked in of_adapter if asked.startswith("/api/")] == [path]
         assert not [asked for asked in of_adapter if "/v1" in asked or "org/tiny" in asked]
+
+
+def swallowed(number: int) -> None:
+    """Get a signal inside a finaliser, out of which nothing is raised."""
+
+    class Finalised:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    Finalised()
+
+
+def failing(number: int) -> None:
+    """Get a signal inside code that fails over it in a way of its own."""
+    try:
+        signal.raise_signal(number)
+    finally:
+        memory = mmap.mmap(-1, mmap.PAGESIZE)
+        view = memoryview(memory)
+        memory.close()
+        del view
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("met_in", [swallowed, failing, signal.raise_signal])
+def test_a_signal_cancels_wherever_it_finds_the_import(
+    root: Path,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    met_in: Callable[[int], None],
+) -> None:
+    def blocks(*_: Any) -> Any:
+        met_in(number)
+        return read_blocks(*_)
+
+    monkeypatch.setattr(safetensors_file, "read_blocks", blocks)
+    heeded = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert main(["import", "--root", str(root), "--source", str(source)]) == 1
+    finally:
+        for each, handler in heeded.items():
+            signal.signal(each, handler)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["error"]["code"], last["error"]["message"]) == ("cancelled", f"cancelled by {number.name}")
+    assert leftovers(root) == []

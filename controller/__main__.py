@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
@@ -12,9 +13,10 @@ import uvloop
 from nearline.controller.limits import Limits
 from nearline.controller.redis_state import DEFAULT_PREFIX
 from nearline.controller.service import ServiceConfig, serve
-from nearline.controller.tenants import Tenants, read_key_file
+from nearline.controller.tenants import Tenants, read_admin_key, read_key_file
 from nearline.protocol import TenantId
 from nearline.protocol.errors import NearlineError
+from nearline.protocol.options import CALLER_OPTIONS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,16 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--key-prefix", default=DEFAULT_PREFIX, help="begin of every Redis key, one per deployment")
     add("--data-dir", required=True, type=Path, help="journal and cached tokenizers")
     add("--node-token-file", type=Path, help="file with the cluster token (or set NEARLINE_CLUSTER_TOKEN)")
-    add("--api-key", action="append", default=[], metavar="NAME=KEY", help="a tenant and its key; may be repeated")
-    add("--api-key-file", type=Path, help="file with one NAME=KEY per line")
-    add("--tenant-weight", action="append", default=[], metavar="NAME=W", help="a tenant's share of busy models (1)")
-    limit = "requests a minute, at once, tokens a minute; 0: any"
-    add("--tenant-limit", action="append", default=[], metavar="NAME=RPM:N:TPM", help=limit)
-    cap = "strictest SLO class a tenant may have: interactive, batch-1m or batch-1h"
-    add("--tenant-slo", action="append", default=[], metavar="NAME=CLASS", help=cap)
+    for option in CALLER_OPTIONS:
+        repeated: dict[str, Any] = {"action": "append", "default": []} if option.is_repeatable else {}
+        add(option.flag, metavar=option.metavar, help=option.help, **repeated)
     solver = "time for a better plan when models compete for slots; needs scipy beyond 7 models; 0: search alone"
     add("--solver-limit", type=float, default=1.0, metavar="SECONDS", help=solver)
-    add("--admin-key-file", type=Path, help="file with the only key that may administer (default: every key may)")
     add("--url-file", type=Path, help="write the address that was bound to this file")
     add("--max-running-jobs", type=int, default=32, help="jobs run at once")
     add("--result-ttl", type=float, default=86_400.0, metavar="SECONDS", help="how long job results are kept")
@@ -59,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> ServiceConfig:
-    keys = [*options.api_key, *(read_key_file(options.api_key_file) if options.api_key_file else [])]
-    admin_key = options.admin_key_file.read_text().strip() if options.admin_key_file else None
+    keys = [*options.api_key, *(key for path in options.api_key_file for key in read_key_file(Path(path)))]
+    admin_key = read_admin_key(Path(options.admin_key_file)) if options.admin_key_file else None
     token_file = options.node_token_file
     return ServiceConfig(
         redis_url=options.redis,

@@ -59,9 +59,33 @@ class Tenants:
 
 
 def read_key_file(path: Path) -> list[str]:
-    """Read `NAME=KEY` lines; empty lines and lines that begin with # are skipped."""
-    lines = (line.strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+    """Read `NAME=KEY` lines; empty lines and lines that begin with # are skipped. Raises ValueError for another line,
+    and for a file without any: it would open the door to everybody."""
+    lines = [line.strip() for line in _read(path, "--api-key-file").splitlines()]
+    pairs = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
+    if not pairs:
+        raise ValueError(f"--api-key-file {path} holds no key; write one NAME=KEY per line")
+    for number, line in pairs:
+        name, _, key = line.partition("=")
+        if not name or not key:
+            raise ValueError(f"--api-key-file {path}, line {number}: it is not written as NAME=KEY")
+    return [line for _, line in pairs]
+
+
+def read_admin_key(path: Path) -> str:
+    """Read the only key that may administer. Raises ValueError for a file without one, and for one with several."""
+    key = _read(path, "--admin-key-file").strip()
+    if not key or len(key.splitlines()) > 1:
+        raise ValueError(f"--admin-key-file {path} must hold one line, the key")
+    return key
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"cannot read {flag} {path}: {why}") from None
 
 
 def _bearer_digest(authorization: str | None) -> bytes:

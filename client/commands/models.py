@@ -19,13 +19,14 @@ from nearline.client.commands.options import (
     Url,
     connected,
     console,
+    given,
     in_words,
     listed,
     megabytes,
     notices,
     print_json,
 )
-from nearline.client.commands.settings import given, with_settings
+from nearline.client.commands.settings import with_settings
 from nearline.protocol.errors import NearlineError, NodeLost
 
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")

@@ -1,8 +1,10 @@
 """Options that every verb shares, and how a verb talks to the platform and reports failure."""
 
+import functools
+import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Annotated, Any, NoReturn
@@ -77,6 +79,32 @@ def listed(
             print_json(rows)
         else:
             console.print(table_of(rows))
+
+
+def given(**settings: Any) -> dict[str, Any]:
+    """Keep the settings that were named."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def taking(options: Mapping[str, Any], parameter: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb a table of options where its `parameter` stands; it gets those that were named as that, a dict."""
+
+    def wrap(verb: Callable[..., None]) -> Callable[..., None]:
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+                 for name, option in options.items()]  # fmt: skip
+        named: list[inspect.Parameter] = []
+        for own in inspect.signature(verb).parameters.values():
+            named += added if own.name == parameter else [own.replace(kind=own.KEYWORD_ONLY)]
+
+        @functools.wraps(verb)
+        def run(**values: Any) -> None:
+            verb(**{parameter: given(**{name: values.pop(name) for name in options})}, **values)
+
+        run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in named}
+        return run
+
+    return wrap
 
 
 def in_words(key: str, value: Any) -> str:

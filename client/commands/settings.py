@@ -1,14 +1,12 @@
 """A model's settings as options (promises, keep-alive, replicas), and `nearline model set`, which changes them."""
 
-import functools
-import inspect
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from nearline.client.commands.options import ApiKey, Json, Url, connected, console, fail, print_json
+from nearline.client.commands.options import ApiKey, Json, Url, connected, console, fail, print_json, taking
 from nearline.protocol.errors import InvalidRequest
 
 OPTIONS: dict[str, Any] = {
@@ -49,27 +47,9 @@ class Clearable(StrEnum):
         return "keep_alive_min_s" if self is Clearable.KEEP_ALIVE_MIN else self.value.replace("-", "_")
 
 
-def given(**settings: Any) -> dict[str, Any]:
-    """Keep the settings that were named."""
-    return {name: value for name, value in settings.items() if value is not None}
-
-
 def with_settings(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb OPTIONS after its arguments; it gets those that were named as its parameter `settings`."""
-    own = [p for p in inspect.signature(verb).parameters.values() if p.name != "settings"]
-    first = sum(p.default is p.empty for p in own)
-    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-               for name, option in OPTIONS.items()]  # fmt: skip
-    named = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own[:first], *options, *own[first:])]
-
-    @functools.wraps(verb)
-    def run(**values: Any) -> None:
-        settings = given(**{name: values.pop(name) for name in OPTIONS})
-        verb(settings=settings, **values)
-
-    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in named}
-    return run
+    return taking(OPTIONS, "settings")(verb)
 
 
 @with_settings

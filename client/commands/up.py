@@ -11,27 +11,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from nearline.client.commands.options import fail, notices
+from nearline.client.commands.options import fail, notices, taking
 from nearline.client.config import DEFAULT_PORT, default_data_dir
 from nearline.client.functions import AsyncClient
 from nearline.client.platform import Platform, PlatformConfig, running_platform
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError
+from nearline.protocol.options import API_KEY, CALLER_OPTIONS
 
 READY_TIMEOUT_S = 120.0
 MAX_REFUSALS = 2
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-TenantWeight = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=W", help="A tenant's share of busy models (1); repeatable.")
-]
-TenantLimit = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=RPM:N:TPM", help="Requests a minute, at once, tokens a minute; 0: any. Repeatable."),
-]
-TenantSlo = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=CLASS", help="Strictest SLO class of a tenant; repeatable.")
-]
+CALLERS: dict[str, Any] = {
+    option.name: Annotated[
+        list[str] | None if option.is_repeatable else str | None, Option(metavar=option.metavar, help=option.help)
+    ]
+    for option in CALLER_OPTIONS
+}
+"""They go to the controller, which says what is wrong with them."""
 
 EnginePolicy = Annotated[
     str | None, typer.Option(help="In which order an engine's requests run: fcfs (default), shortest or mlfq.")
@@ -49,6 +48,7 @@ SwapBytes = Annotated[
 ]
 
 
+@taking(CALLERS, "callers")
 def up(
     data_dir: Annotated[
         Path | None, typer.Option(help="Where everything is kept (default: NEARLINE_DATA, or ~/.local/share/nearline).")
@@ -73,10 +73,8 @@ def up(
     merge: Merge = None,
     tpot_ms: TpotMs = None,
     swap_bytes: SwapBytes = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="NAME=KEY of a tenant; repeatable. None: open.")] = None,
-    tenant_weight: TenantWeight = None,
-    tenant_limit: TenantLimit = None,
-    tenant_slo: TenantSlo = None,
+    *,
+    callers: dict[str, Any],
 ) -> None:
     """Run the platform on this machine until Ctrl-C: state store, controller and node agent."""
     agent_args: list[str] = []
@@ -84,15 +82,14 @@ def up(
     habits = (("--engine-policy", engine_policy), ("--tpot-ms", tpot_ms), ("--merge", merge))
     for flag, value in (("--slots", slots), ("--prewarm", prewarm), *sizes, *habits):
         agent_args += [flag, str(value)] if value is not None else []
-    tenants = (("--tenant-weight", tenant_weight), ("--tenant-limit", tenant_limit), ("--tenant-slo", tenant_slo))
     config = PlatformConfig(
         data_dir=(data_dir or default_data_dir()).expanduser().resolve(),
         host=host,
         port=port,
         redis_url=redis,
-        api_keys=tuple(api_key or []),
+        api_keys=tuple(callers.pop(API_KEY.name, ())),
         agent_args=tuple(agent_args),
-        controller_args=tuple(part for flag, values in tenants for value in values or () for part in (flag, value)),
+        controller_args=_caller_args(callers),
     )
     try:
         _check(config)
@@ -103,21 +100,36 @@ def up(
         raise typer.Exit(130) from None
 
 
+def _caller_args(callers: dict[str, Any]) -> tuple[str, ...]:
+    """Write CALLERS as the controller reads them; files by paths that hold wherever it starts."""
+    arguments: list[str] = []
+    for option in CALLER_OPTIONS:
+        values = callers.get(option.name, ())
+        for value in [values] if isinstance(values, str) else values:
+            is_file = option.name.endswith("_file")
+            arguments += [option.flag, str(Path(value).expanduser().absolute()) if is_file else value]
+    return tuple(arguments)
+
+
 def _check(config: PlatformConfig) -> None:
     """Ask the parts whether they can run with these options, before anything starts. Raises InvalidRequest."""
     where = ("--data-dir", str(config.data_dir / "unused"))
+    keys = ("--api-key-file", "/dev/stdin") if config.api_keys else ()  # every user may read a command line
+    door = (*keys, *config.controller_args)
     parts = (
         ("nearline.node_agent", ("--controller", "http://127.0.0.1", *config.agent_args), config.agent_args),
-        ("nearline.controller", ("--redis", "unix:///unused", *config.controller_args), config.controller_args),
+        ("nearline.controller", ("--redis", "unix:///unused", *door), door),
     )
     for module, arguments, chosen in parts:
         if not chosen:
             continue
         command = [sys.executable, "-m", module, *where, *arguments, "--check"]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        said = "\n".join(config.api_keys)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, input=said)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"{module} ended with status {done.returncode}"])[-1]
-            raise InvalidRequest(re.sub(r"^(nearline \w+: |.*?: error: )", "", last))
+            last = re.sub(r"^(nearline \w+: |.*?: error: )", "", last)
+            raise InvalidRequest(last.replace("--api-key-file /dev/stdin", "--api-key"))
 
 
 async def _up(config: PlatformConfig) -> None:

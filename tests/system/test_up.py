@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
+from nearline.client import Client
+from nearline.protocol.errors import Forbidden, Unauthorized
 from tests.system.conftest import RunningPlatform, eventually, register, running, start_platform
 
 
 def run_up(data_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nearline", "up", "--data-dir", str(data_dir), *flags]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=180)
 
 
 def test_a_second_up_on_the_same_data_is_refused(platform: RunningPlatform) -> None:
@@ -62,7 +65,7 @@ def test_its_children_die_with_it_even_by_kill_9(tmp_path: Path) -> None:
     platform.process.send_signal(signal.SIGKILL)
     platform.process.wait()
     gone = lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]  # noqa: E731
-    assert eventually(gone, timeout_s=20)
+    assert eventually(gone, timeout_s=60)
 
 
 def test_what_was_registered_is_there_after_a_restart(tmp_path: Path, tiny_model: Path) -> None:
@@ -73,3 +76,39 @@ def test_what_was_registered_is_there_after_a_restart(tmp_path: Path, tiny_model
     with running(data) as platform, platform.client() as client:
         assert [row["id"] for row in client.admin.list("models")] == ["tiny"]
         assert client.function("tiny").remote("hi", max_tokens=4, temperature=0).text == before
+
+
+def test_with_an_admin_key_only_that_key_administers(tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("root-key\n")
+    (tmp_path / "keys").write_text("# tenants\nann=ann-key\n")
+    files = ("--admin-key-file", str(tmp_path / "admin"), "--api-key-file", str(tmp_path / "keys"))
+    with running(tmp_path / "data", *files, "--api-key", "bob=b") as platform:
+        for key in ("ann-key", "b"):
+            with Client(platform.url, key) as tenant:
+                assert tenant.jobs(1) == []
+                with pytest.raises(Forbidden, match="needs the admin key"):
+                    tenant.admin.list("models")
+        with Client(platform.url, "root-key") as admin:
+            assert admin.admin.list("models") == []
+        with Client(platform.url, "nobody") as stranger, pytest.raises(Unauthorized):
+            stranger.jobs(1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "said"),
+    [
+        ("--admin-key-file", "", "--admin-key-file"),
+        ("--admin-key-file", None, "No such file"),
+        ("--api-key-file", "# none yet\n", "holds no key"),
+        ("--api-key-file", "ann=a\nbob\n", "line 2"),
+    ],
+)
+def test_a_key_file_that_would_leave_the_door_open_is_refused(
+    tmp_path: Path, flag: str, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "file").write_text(text)
+    refused = run_up(tmp_path / "data", "--port", "0", flag, str(tmp_path / "file"))
+    assert refused.returncode == 1
+    assert said in refused.stderr
+    assert not (tmp_path / "data").exists(), "nothing was started"

@@ -74,7 +74,7 @@ async def state(valkey: Valkey, prefix: str) -> AsyncIterator[State]:
     await connected.close()
 
 
-def wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+def wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float = 90.0) -> int:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -26,6 +26,7 @@ from nearline.protocol.errors import (
 from tests.controller.conftest import Valkey
 
 ANN = TenantId("ann")
+WAIT_S = 60.0
 Started = Callable[[], Awaitable[None]]
 
 
@@ -94,7 +95,7 @@ async def test_a_run_hears_from_redis_how_much_time_it_has(
     b = bench(listen)
     job_id = await b.store.submit(request(deadline_s=50.0))
     b.hire()
-    assert (await b.store.wait(job_id, ANN, 5)).state is JobState.SUCCEEDED
+    assert (await b.store.wait(job_id, ANN, WAIT_S)).state is JobState.SUCCEEDED
     assert heard[0] is not None
     assert 45 < heard[0] <= 50
 
@@ -115,7 +116,7 @@ async def test_a_list_reads_neither_bodies_nor_results_and_knows_its_places(benc
     b = bench(answer)
     job_id = await b.store.submit(request())
     b.hire()
-    await b.store.wait(job_id, ANN, 5)
+    await b.store.wait(job_id, ANN, WAIT_S)
     (listed,) = await b.store.list_jobs(ANN, 10)
     assert (listed.job_id, listed.state, listed.body, listed.result) == (job_id, JobState.SUCCEEDED, {}, None)
     assert await b.store.list_jobs(ANN, 10, after=job_id) == []
@@ -128,7 +129,7 @@ async def test_a_job_is_submitted_run_and_found(bench: Callable[..., Bench]) -> 
     job_id = await b.store.submit(request())
     assert (await b.store.get(job_id, ANN)).state is JobState.QUEUED
     b.hire()
-    job = await b.store.wait(job_id, ANN, 5)
+    job = await b.store.wait(job_id, ANN, WAIT_S)
     assert (job.state, job.result, job.attempt) == (JobState.SUCCEEDED, {"output": {"text": "hi"}}, 1)
     assert await b.store.counts() == {"active": 0, "delayed": 0, "dead": 0}
     pending = await b.state.redis.xpending(b.store.stream, GROUP)
@@ -150,14 +151,14 @@ async def test_a_job_much_longer_than_its_lease_runs_once(bench: Callable[..., B
 
     async def slow(job: Job, started: Started) -> dict[str, Any]:
         runs.append(job.job_id)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(5.0)
         return {}
 
-    b = bench(slow, lease_s=0.4)
+    b = bench(slow, lease_s=2.0)
     b.hire()
     b.hire()
     job_id = await b.store.submit(request())
-    assert (await b.store.wait(job_id, ANN, 6)).state is JobState.SUCCEEDED
+    assert (await b.store.wait(job_id, ANN, WAIT_S)).state is JobState.SUCCEEDED
     assert runs == [job_id]
 
 
@@ -168,7 +169,7 @@ async def test_a_vanished_worker_leaves_its_jobs_to_the_next(bench: Callable[...
     await dead._ensure_group()
     await state.redis.xreadgroup(GROUP, "dead", {b.store.stream: ">"}, 1)
     b.hire()
-    assert (await b.store.wait(job_id, ANN, 5)).state is JobState.SUCCEEDED
+    assert (await b.store.wait(job_id, ANN, WAIT_S)).state is JobState.SUCCEEDED
 
 
 async def test_a_run_that_was_taken_over_cannot_write_its_result(bench: Callable[..., Bench], state: State) -> None:
@@ -210,7 +211,7 @@ async def test_every_job_ends_exactly_once_while_workers_die_at_random(bench: Ca
         for task in killed._tasks.values():  # like kill -9: its leases are kept by nobody
             task.cancel()
             killed._over.add(task)
-    jobs = await asyncio.gather(*[b.store.wait(job_id, ANN, 20) for job_id in ids])
+    jobs = await asyncio.gather(*[b.store.wait(job_id, ANN, WAIT_S) for job_id in ids])
     assert {job.state for job in jobs} == {JobState.SUCCEEDED}
     assert all(job.result == {"attempt": job.attempt} for job in jobs)
     assert set(ended.values()) == {1}
@@ -225,7 +226,7 @@ async def test_a_poison_job_becomes_a_dead_letter_with_its_last_error(bench: Cal
     b = bench(poison)
     b.hire()
     job_id = await b.store.submit(request(max_attempts=3))
-    job = await b.store.wait(job_id, ANN, 5)
+    job = await b.store.wait(job_id, ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.FAILED, 3)
     assert job.error is not None
     assert (job.error.code, job.error.message) == ("instance_failed", "died of attempt 3")
@@ -240,7 +241,7 @@ async def test_an_error_no_retry_can_help_ends_the_job_at_once(bench: Callable[.
 
     b = bench(wrong)
     b.hire()
-    job = await b.store.wait(await b.store.submit(request()), ANN, 5)
+    job = await b.store.wait(await b.store.submit(request()), ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.FAILED, 1)
 
 
@@ -252,14 +253,15 @@ async def test_being_refused_for_load_is_no_failure_of_the_job(bench: Callable[.
 
     b = bench(busy)
     b.hire()
-    job = await b.store.wait(await b.store.submit(request(max_attempts=2)), ANN, 10)
+    job = await b.store.wait(await b.store.submit(request(max_attempts=2)), ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.SUCCEEDED, 6)
 
 
 async def test_a_deadline_ends_a_job_in_the_queue_and_in_its_run(bench: Callable[..., Bench]) -> None:
-    stopped = asyncio.Event()
+    begun, stopped = asyncio.Event(), asyncio.Event()
 
     async def endless(job: Job, started: Started) -> dict[str, Any]:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -268,14 +270,14 @@ async def test_a_deadline_ends_a_job_in_the_queue_and_in_its_run(bench: Callable
 
     b = bench(endless)
     b.hire(max_running=1)
-    running = await b.store.submit(request(deadline_s=0.8))
-    await asyncio.sleep(0.1)
+    running = await b.store.submit(request(deadline_s=5.0))
+    await begun.wait()
     queued = await b.store.submit(request(deadline_s=0.2))
-    job = await b.store.wait(queued, ANN, 5)
+    job = await b.store.wait(queued, ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.EXPIRED, 0)
-    job = await b.store.wait(running, ANN, 5)
+    job = await b.store.wait(running, ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.EXPIRED, 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await stopped.wait()
 
 
@@ -285,7 +287,7 @@ async def test_a_run_that_hears_of_its_deadline_first_expires_the_job(bench: Cal
 
     b = bench(late)
     b.hire()
-    assert (await b.store.wait(await b.store.submit(request()), ANN, 5)).state is JobState.EXPIRED
+    assert (await b.store.wait(await b.store.submit(request()), ANN, WAIT_S)).state is JobState.EXPIRED
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -307,7 +309,7 @@ async def test_a_cancelled_job_stays_cancelled(bench: Callable[..., Bench], is_r
         await begun.wait()
     assert (await b.store.cancel(job_id, ANN)).state is JobState.CANCELED
     if is_running:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             await stopped.wait()
     else:
         b.hire()
@@ -331,7 +333,7 @@ async def test_a_stopping_worker_hands_its_jobs_back(bench: Callable[..., Bench]
     await begun.wait()
     b.tasks[-1].cancel()
     b.hire()
-    assert (await b.store.wait(job_id, ANN, 5)).state is JobState.SUCCEEDED
+    assert (await b.store.wait(job_id, ANN, WAIT_S)).state is JobState.SUCCEEDED
 
 
 async def test_other_tenants_and_unknown_ids_find_nothing(bench: Callable[..., Bench]) -> None:
@@ -362,9 +364,9 @@ async def test_an_outage_interrupts_and_loses_nothing(own_valkey: Valkey) -> Non
         release.set()
         await asyncio.sleep(0.5)
         await asyncio.to_thread(own_valkey.start)
-        assert (await b.store.wait(running, ANN, 15)).state is JobState.SUCCEEDED
+        assert (await b.store.wait(running, ANN, WAIT_S)).state is JobState.SUCCEEDED
         after = await b.store.submit(request())
-        assert (await b.store.wait(after, ANN, 15)).state is JobState.SUCCEEDED
+        assert (await b.store.wait(after, ANN, WAIT_S)).state is JobState.SUCCEEDED
     finally:
         await b.close()
         await state.close()

@@ -70,7 +70,7 @@ class Fleet:
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    core = CoreConfig(epoch="t1", node_grace_s=0.3, start_backoff_s=0.05)
+    core = CoreConfig(epoch="t1", node_grace_s=2.0, start_backoff_s=0.05)
     config = RuntimeConfig(
         core=core, node_token=TOKEN, fencing_token=7, check_interval_s=0.05, journal_directory=str(tmp_path)
     )
@@ -107,11 +107,9 @@ async def collect(handle: RequestHandle) -> list[int]:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError("the condition did not come true in 5 s")
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it; the timeout ends the wait
+            await asyncio.sleep(0.005)
 
 
 async def test_a_request_is_held_until_a_node_comes_and_then_streams_with_its_waterfall(fleet: Fleet) -> None:
@@ -188,7 +186,7 @@ async def test_refusals_are_raised_at_once_and_late_failures_from_the_stream(fle
     with pytest.raises(ModelNotFound):
         fleet.runtime.open(request(model_id="zz"))
     async with fleet.agent() as agent:
-        agent.load_s = 0.5
+        agent.load_s = 60.0  # it fails before
         handle = fleet.runtime.open(request())
         with pytest.raises(InvalidRequest, match="already in use"):
             fleet.runtime.open(request())
@@ -288,7 +286,7 @@ async def test_a_link_replaced_by_a_newer_one_fails_its_errands_and_is_heard_no_
             await eventually(lambda: newer.welcome is not None)
             for task in (waiting, evicting):
                 with pytest.raises(NodeLost):
-                    await asyncio.wait_for(task, 20.0)
+                    await asyncio.wait_for(task, 60.0)
             again = asyncio.ensure_future(anext(fleet.runtime.import_checkpoint(CheckpointKind.MODEL, "/models/x")))
             await eventually(lambda: any(isinstance(f, ImportCheckpoint) for f in newer.received))
             task_id = next(f.task_id for f in newer.received if isinstance(f, ImportCheckpoint))
@@ -298,14 +296,14 @@ async def test_a_link_replaced_by_a_newer_one_fails_its_errands_and_is_heard_no_
 
 async def test_a_start_is_measured_to_its_last_byte(fleet: Fleet) -> None:
     async with fleet.agent() as agent:
-        agent.fill_s = 0.3
+        agent.fill_s = 2.0
         await collect(fleet.runtime.open(request()))
         assert fleet.started == []
         assert fleet.runtime.counters.start_error_s == 0.0
         assert fleet.runtime.snapshot()["instances"][0]["start_s"] is None
         await eventually(lambda: fleet.started == [("a", TIMINGS)])
         (row,) = fleet.runtime.snapshot()["instances"]
-        assert row["start_s"] >= 0.3
+        assert row["start_s"] >= 2.0
         assert abs(row["start_s"] - row["estimate_s"]) == pytest.approx(fleet.runtime.counters.start_error_s, abs=0.05)
 
 
@@ -374,7 +372,7 @@ async def test_the_snapshot_is_plain_and_names_what_is_there(fleet: Fleet) -> No
         row = seen["instances"][0]
         assert (row["id"], row["model"], row["node"], row["state"]) == ("a.t1.1", "a", "n1", "ready")
         assert row["timings"]["tier"] == "ssd"
-        assert 299 < row["expires_in_s"] <= 300
+        assert 240 < row["expires_in_s"] <= 300
         assert seen["models"][0]["num_replicas"] == 1
         fleet.runtime.open(request("r2", model_id="b"))
         (queue,) = fleet.runtime.snapshot()["queues"]

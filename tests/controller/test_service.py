@@ -45,7 +45,7 @@ def start(valkey: Valkey, prefix: str, tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def url_of(tmp_path: Path, name: str, timeout_s: float = 20) -> str:
+def url_of(tmp_path: Path, name: str, timeout_s: float = 90) -> str:
     path = tmp_path / f"{name}.url"
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -57,7 +57,7 @@ def url_of(tmp_path: Path, name: str, timeout_s: float = 20) -> str:
 
 def get(url: str) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -74,7 +74,7 @@ def test_a_controller_starts_tells_its_address_and_stops_when_asked(start: Start
     status, body = get(f"{url}/health/ready")
     assert (status, body["checks"]) == (503, {"redis": True, "leader": True, "node": False})
     process.send_signal(signal.SIGTERM)
-    assert wait_for_exit(process, 10) == 0
+    assert wait_for_exit(process) == 0
     assert not (tmp_path / "one.url").exists()
 
 
@@ -82,21 +82,21 @@ def test_a_standby_takes_over_from_a_killed_leader(start: Start, tmp_path: Path)
     leader = start("one")
     url_of(tmp_path, "one")
     start("two")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while "waiting until its lease is free" not in log_of(tmp_path, "two"):
         assert time.monotonic() < deadline, log_of(tmp_path, "two")
         time.sleep(0.1)
     assert not (tmp_path / "two.url").exists()
     leader.kill()
     leader.wait()
-    assert get(f"{url_of(tmp_path, 'two', 8)}/health/live")[0] == 200
+    assert get(f"{url_of(tmp_path, 'two')}/health/live")[0] == 200
 
 
 def test_a_busy_port_is_one_clear_line(start: Start, tmp_path: Path, prefix: str) -> None:
     start("one")
     port = int(url_of(tmp_path, "one").rsplit(":", 1)[1])
     second = start("two", "--key-prefix", f"{prefix}other:", port=port)
-    assert wait_for_exit(second, 20) == 1
+    assert wait_for_exit(second) == 1
     last = log_of(tmp_path, "two").strip().splitlines()[-1]
     assert last.startswith(f"nearline controller: port {port} on 127.0.0.1 is in use")
 
@@ -104,20 +104,20 @@ def test_a_busy_port_is_one_clear_line(start: Start, tmp_path: Path, prefix: str
 @pytest.mark.slow
 def test_an_unreachable_redis_is_one_clear_line(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start("one", redis="unix:///nowhere/at/all.sock")
-    assert wait_for_exit(process, 30) == 1
+    assert wait_for_exit(process) == 1
     assert "(Redis) does not answer" in log_of(tmp_path, "one").strip().splitlines()[-1]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_data_directory_is_one_clear_line(start: Start, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir(mode=0o500)
-    assert wait_for_exit(start("one"), 20) == 1
+    assert wait_for_exit(start("one")) == 1
     assert "cannot write" in log_of(tmp_path, "one")
 
 
 def test_a_data_directory_that_is_a_file_is_one_clear_line(start: Start, tmp_path: Path) -> None:
     (tmp_path / "one").write_text("")
-    assert wait_for_exit(start("one"), 20) == 1
+    assert wait_for_exit(start("one")) == 1
     assert "choose another --data-dir" in log_of(tmp_path, "one").strip().splitlines()[-1]
 
 

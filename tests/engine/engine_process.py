@@ -36,6 +36,8 @@ from nearline.protocol.frames import (
     Unbound,
 )
 
+WAIT_S = 60.0
+"""Only ends a hang."""
 FRAME_BYTES, NUM_FRAMES = 16 * 1024 * 1024, 4
 INSTANCE = InstanceId("m/1")
 
@@ -86,7 +88,7 @@ class EngineUnderTest:
         self._unread = b""
         self._codec = MessageCodec(FromEngine)
         self.send(PoolLayout(NUM_FRAMES, FRAME_BYTES))
-        self.expect(EngineReady, timeout_s=60)
+        self.expect(EngineReady, timeout_s=2 * WAIT_S)
 
     def send(self, *messages: Any) -> None:
         self.send_raw(b"".join(struct.pack("<I", len(body)) + body for body in map(encode, messages)))
@@ -95,7 +97,7 @@ class EngineUnderTest:
         self.ours.sendall(data)
 
     def expect(
-        self, kind: type | tuple[type, ...], timeout_s: float = 20, where: Callable[[Any], bool] = lambda _: True
+        self, kind: type | tuple[type, ...], timeout_s: float = WAIT_S, where: Callable[[Any], bool] = lambda _: True
     ) -> Any:
         """Return the next message of a kind; those before it are kept in `inbox`."""
         deadline, seen = time.monotonic() + timeout_s, len(self.inbox)
@@ -131,7 +133,7 @@ class EngineUnderTest:
         steps = [message for message in self.inbox if isinstance(message, StepDone)]
         return [update for step in steps for update in step.updates if update.request_id == request_id]
 
-    def outcome(self, request_id: str, timeout_s: float = 30) -> tuple[list[int], SequenceUpdate]:
+    def outcome(self, request_id: str, timeout_s: float = WAIT_S) -> tuple[list[int], SequenceUpdate]:
         """Wait for the end of a request; return its tokens and its last update."""
         deadline = time.monotonic() + timeout_s
         while not (updates := self.updates(request_id)) or updates[-1].finish_reason is None:
@@ -142,14 +144,14 @@ class EngineUnderTest:
         self.submit(*requests)
         return [self.outcome(RequestId(request.request_id))[0] for request in requests]
 
-    def exit_code(self, timeout_s: float = 10) -> int:
+    def exit_code(self, timeout_s: float = WAIT_S) -> int:
         return self.process.wait(timeout_s)
 
     def close(self) -> str:
         """End the process and return what it logged."""
         self.ours.close()
         try:
-            _, logged = self.process.communicate(timeout=10)
+            _, logged = self.process.communicate(timeout=WAIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             _, logged = self.process.communicate()
@@ -161,7 +163,7 @@ class EngineUnderTest:
         ready, _, _ = select.select([self.ours], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"the engine said nothing more; it has said {self.inbox[-3:]}"
         data = self.ours.recv(1 << 20)
-        assert data, f"the engine is gone: {self.process.wait(10)}"
+        assert data, f"the engine is gone: {self.process.wait(WAIT_S)}"
         self._unread += data
         while len(self._unread) >= 4 and len(self._unread) >= (end := 4 + struct.unpack_from("<I", self._unread)[0]):
             self.inbox.append(self._codec.decode(self._unread[4:end]))

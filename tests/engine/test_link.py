@@ -42,10 +42,10 @@ def test_messages_arrive_whole_and_in_order_however_the_bytes_are_cut(pair: tupl
 def test_without_messages_it_returns_at_once_or_waits_to_be_woken(pair: tuple[AgentLink, socket.socket]) -> None:
     link, _ = pair
     assert link.receive(0.0) == []
-    threading.Timer(0.05, link.wake).start()
     started_at = time.monotonic()
+    threading.Timer(0.05, link.wake).start()
     assert link.receive(None) == []
-    assert 0.04 < time.monotonic() - started_at < 5
+    assert 0.04 < time.monotonic() - started_at < 60
     assert link.receive(0.0) == []
 
 
@@ -84,7 +84,7 @@ def test_it_goes_on_reading_while_the_agent_does_not_read(pair: tuple[AgentLink,
 
     def converse() -> None:
         agent.sendall(b"".join(frame(message) for message in many))
-        agent.settimeout(10)
+        agent.settimeout(60)
         expected = len(frame(big))
         while expected > 0:
             expected -= len(agent.recv(1 << 20))
@@ -94,6 +94,6 @@ def test_it_goes_on_reading_while_the_agent_does_not_read(pair: tuple[AgentLink,
     link.send(big)
     received: list[object] = []
     while len(received) < len(many):
-        received += link.receive(10.0)
-    thread.join(10)
+        received += link.receive(60.0)
+    thread.join(60)
     assert received == many

@@ -69,7 +69,7 @@ ours, theirs = socket.socketpair()
 fd = str(theirs.fileno())
 command = [sys.executable, "-m", "nearline.engine", "--socket-fd", fd, "--pool-fd", fd, "--ready-fd", fd]
 print(subprocess.Popen(command, pass_fds=(theirs.fileno(),)).pid, flush=True)
-time.sleep(60)
+time.sleep(120)
 """
 
 
@@ -84,7 +84,7 @@ def test_the_kernel_ends_it_with_its_parent_whatever_it_is_doing() -> None:
     assert _soon(lambda: not _is_alive(pid))
 
 
-def _soon(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
+def _soon(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

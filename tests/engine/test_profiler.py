@@ -85,7 +85,7 @@ def test_a_profile_measures_real_steps_and_lets_requests_go_first(
     engine.expect(ProfileProgress)
     prompt = [5, 6, 7, 8] * 9
     assert engine.generate(make_request("r", prompt, max_tokens=12, ignore_eos=True)) == [oracles["a"](prompt)]
-    profile: StepProfile = engine.expect(ProfileFinished, timeout_s=60).profile
+    profile: StepProfile = engine.expect(ProfileFinished).profile
     served = [i for i, message in enumerate(engine.inbox) if isinstance(message, StepDone)]
     between = engine.inbox[served[0] : served[-1]]
     assert not any(isinstance(message, ProfileProgress) for message in between), "measured between a request's steps"

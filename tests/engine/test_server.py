@@ -287,9 +287,13 @@ def test_an_engine_prepares_for_grammars_when_it_has_nothing_to_do(checkpoints: 
     engine = EngineUnderTest()
     engine.bind(checkpoints["a"])
     engine.generate(request("r", prompts(1)[0]))
-    time.sleep(1.5)
+    assert engine.process.stderr is not None
+    logged, prepared = "", "prepared for structured output"
+    while prepared not in logged:
+        logged += os.read(engine.process.stderr.fileno(), 1 << 16).decode()
+        assert engine.process.poll() is None
     engine.generate(request("grammar", prompts(1)[0], grammar=Grammar(GrammarKind.REGEX, "[0-9]{4}")))
-    assert engine.close().count("prepared for structured output") == 1
+    assert (logged + engine.close()).count(prepared) == 1
 
 
 def test_grammars_are_compiled_beside_the_others_and_bad_ones_harm_nobody(

@@ -11,6 +11,7 @@ import structlog
 
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.policy.imports import copy_place, import_place, peer_urls
+from nearline.controller.shown import shown
 from nearline.controller.state import Fleet, NodeRecord
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, NodeId, TaskId, peer_source
 from nearline.protocol.errors import (
@@ -97,7 +98,7 @@ class Imports:
         """
         nodes = self._fleet.nodes
         if wished is not None and wished not in nodes:
-            raise NotFound(f"no node is named {wished!r}; there are {', '.join(sorted(nodes))}", param="node")
+            raise NotFound(f"no node is named {shown(wished)}; there are {', '.join(sorted(nodes))}", param="node")
         node_id = wished or copy_place(nodes.values(), checkpoint.digest)
         if node_id is None:
             reason = "every connected node has this checkpoint already; a copy needs another node"

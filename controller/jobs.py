@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from nearline.controller import job_scripts as scripts
 from nearline.controller.redis_state import State, state_errors
+from nearline.controller.shown import shown
 from nearline.protocol import JobId, TenantId, from_plain, to_plain
 from nearline.protocol.errors import (
     DeadlineExceeded,
@@ -152,7 +153,7 @@ class JobStore:
         """Raises JobNotFound for an unknown, expired or other tenant's job."""
         job = await self._read(job_id)
         if job is None or job.tenant != tenant:
-            raise JobNotFound(f"no job {job_id!r}; results are kept for {self._ttl_s} s after the end")
+            raise JobNotFound(f"no job {shown(job_id)}; results are kept for {self._ttl_s} s after the end")
         return job
 
     async def cancel(self, job_id: str, tenant: TenantId) -> Job:
@@ -168,7 +169,7 @@ class JobStore:
         async with state_errors():
             rank = await self._state.redis.zrevrank(key, after) if after else -1
             if rank is None:
-                raise InvalidRequest(f"this list has no job {after!r} (any more); start at its top", param="after")
+                raise InvalidRequest(f"this list has no job {shown(after)} (any more); start at its top", param="after")
             start = int(rank)
             while len(found) < limit:
                 ids = await self._state.redis.zrevrange(key, start + 1, start + limit)

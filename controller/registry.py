@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nearline.controller.redis_state import State, state_errors
+from nearline.controller.shown import shown
 from nearline.protocol import AdapterSpec, Digest, ModelId, ModelSpec, from_plain, to_plain
 from nearline.protocol.errors import InvalidRequest, ModelNotFound, NameTaken, StateUnavailable
 
 MAX_NAME_CHARS = 200
+_MAX_QUALIFIED_CHARS = 2 * MAX_NAME_CHARS + 1
 _NAME = re.compile(r"\w[\w.+@=:-]*(/\w[\w.+@=:-]*)*")
 
 Spec = TypeVar("Spec", ModelSpec, AdapterSpec)
@@ -37,7 +39,7 @@ def check_name(name: str) -> None:
     is_ok = bool(_NAME.fullmatch(name)) and ".." not in name and len(name) <= MAX_NAME_CHARS
     if not is_ok or name.endswith("/invocations"):
         raise InvalidRequest(
-            f"{name!r} cannot be a name: use letters, digits and . _ + @ = : - in parts joined by single slashes,"
+            f"{shown(name)} cannot be a name: use letters, digits and . _ + @ = : - in parts joined by single slashes,"
             f" no '..', at most {MAX_NAME_CHARS} characters",
             param="name",
         )
@@ -76,15 +78,17 @@ class Registry:
             return Target(name, self.models[name])
         adapter = self.adapters.get(name) or self._qualified(name)
         if adapter is None or adapter.base_id not in self.models:
-            raise ModelNotFound(f"no model or adapter is named {name!r}{self._hint(name)}", param="model")
+            raise ModelNotFound(f"no model or adapter is named {shown(name)}{self._hint(name)}", param="model")
         return Target(name, self.models[adapter.base_id], adapter)
 
     def _hint(self, name: str) -> str:
-        near = difflib.get_close_matches(name, [*self.models, *self.adapters], n=1)
+        near = difflib.get_close_matches(name[:_MAX_QUALIFIED_CHARS], [*self.models, *self.adapters], n=1)
         return f"; did you mean {near[0]!r}?" if near else "; `nearline model list` shows what may be called"
 
     def _qualified(self, name: str) -> AdapterSpec | None:
         """Both parts may hold colons themselves, so each colon is tried."""
+        if len(name) > _MAX_QUALIFIED_CHARS:
+            return None
         for at in (i for i, char in enumerate(name) if char == ":"):
             adapter = self.adapters.get(name[at + 1 :])
             if adapter is not None and adapter.base_id == name[:at]:
@@ -125,7 +129,7 @@ class Registry:
     async def remove_model(self, model_id: ModelId) -> ModelSpec:
         """Forget a model. Raises ModelNotFound, or InvalidRequest while adapters stand on it."""
         if model_id not in self.models:
-            raise ModelNotFound(f"no model is registered as {model_id!r}", param="name")
+            raise ModelNotFound(f"no model is registered as {shown(model_id)}", param="name")
         names = sorted(adapter.adapter_id for adapter in self.adapters_of(model_id))
         if names:
             raise InvalidRequest(f"adapters stand on {model_id!r}: remove {', '.join(names)} first", param="name")
@@ -135,7 +139,7 @@ class Registry:
     async def remove_adapter(self, adapter_id: ModelId) -> AdapterSpec:
         """Forget an adapter. Raises ModelNotFound."""
         if adapter_id not in self.adapters:
-            raise ModelNotFound(f"no adapter is registered as {adapter_id!r}", param="name")
+            raise ModelNotFound(f"no adapter is registered as {shown(adapter_id)}", param="name")
         await self._write("adapters", adapter_id, "")
         return self.adapters.pop(adapter_id)
 

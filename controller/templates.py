@@ -10,16 +10,21 @@ import datetime
 import json
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import structlog
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nearline.controller.shown import shown
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
+
+log = structlog.get_logger(__name__)
 
 Message = Mapping[str, Any]
 
@@ -115,6 +120,8 @@ class ChatTemplate:
         if outcome is None:
             outcome = await _Render(self._template, variables).result(RENDER_LIMIT_S)
         if isinstance(outcome, Exception):
+            if outcome.__cause__ is not None:
+                log.info("chat template failed", error=repr(outcome.__cause__))
             raise outcome
         return outcome
 
@@ -128,8 +135,16 @@ def _outcome(template: jinja2.Template, variables: dict[str, Any]) -> Outcome:
     except RecursionError:
         return InvalidRequest("the chat template recurses without end", param="messages")
     except Exception as error:
-        text = f"the chat template failed on these messages: {type(error).__name__}: {error}"
-        return InvalidRequest(text, param="messages")
+        text = f"the model's chat template cannot render these messages{_template_line(error)}; it may not know their"
+        refusal = InvalidRequest(f"{text} roles, fields or chat_template_kwargs", param="messages")
+        refusal.__cause__ = error
+        return refusal
+
+
+def _template_line(error: Exception) -> str:
+    """Where in the template an error came up, if that can be told: its frames carry the template's own lines."""
+    frames = [row for row in traceback.extract_tb(error.__traceback__) if row.filename == "<template>"]
+    return f" (line {frames[-1].lineno} of the template)" if frames else ""
 
 
 class _Alarm:
@@ -228,8 +243,9 @@ def _content_text(content: Any) -> str:
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidRequest(f"content parts of type {kind!r} are not supported; send text parts", param="messages")
+            kind = f"type {shown(part.get('type'))}" if isinstance(part, Mapping) else shown(part)
+            text = f"a content part is {kind}; expected parts {{'type': 'text', 'text': …}}"
+            raise InvalidRequest(text, param="messages")
     return "\n".join(texts)
 
 

@@ -40,9 +40,11 @@ log = structlog.get_logger(__name__)
 class TextModel:
     """Tokenizer, chat templates and sampling defaults of one checkpoint, built from its small files."""
 
-    def __init__(self, files: Files, source: str = "") -> None:
+    def __init__(self, files: Files) -> None:
         if "tokenizer.json" not in files:
-            raise UnsupportedCheckpoint(f"{source} has no tokenizer.json; save a fast tokenizer there and import again")
+            raise UnsupportedCheckpoint(
+                "the model has no tokenizer.json; save a fast tokenizer beside its weights and import again"
+            )
         config = _json(files, "tokenizer_config.json")
         self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         self._tokenizer.no_truncation()
@@ -53,7 +55,6 @@ class TextModel:
         self._token_bytes = lru_cache(maxsize=65536)(_TokenBytes(self._tokenizer))
         self._templates = named_templates(files)
         self._compiled: dict[str, ChatTemplate] = {}
-        self._source = source
         self.defaults = _json(files, "generation_config.json")
 
     def with_templates(self, files: Files) -> "TextModel":
@@ -108,7 +109,7 @@ class TextModel:
         source = choose_template(self._templates, has_tools)
         if source is None:
             raise InvalidRequest(
-                f"{self._source} has no chat template: call /v1/completions or send `prompt`, or add a"
+                "this model has no chat template: call /v1/completions or send `prompt`, or add a"
                 " chat_template.jinja beside the weights and import again",
                 param="messages",
             )
@@ -255,7 +256,7 @@ class TextModels:
 
     async def _load(self, checkpoint: CheckpointInfo) -> TextModel:
         files = await self._files(checkpoint)
-        return await asyncio.to_thread(TextModel, files, checkpoint.source)
+        return await asyncio.to_thread(TextModel, files)
 
     async def _files(self, checkpoint: CheckpointInfo) -> Files:
         wanted = [n for n in checkpoint.files if n in TEXT_FILES or n.startswith(ADDITIONAL_TEMPLATES)]

@@ -38,6 +38,7 @@ WORDS = {
     "frames",
     "decoder",
     "adapter_layout",
+    "options",
 }
 MINDS = {
     "checkpoint_store": {"quantize_codes", "tiers", "packing", "ssd", "estimate", "depth"},

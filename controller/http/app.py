@@ -9,8 +9,8 @@ from aiohttp import web
 
 from nearline.controller.http import functions, health, jobs_api, models
 from nearline.controller.http.admin import Admin
-from nearline.controller.http.door import DOOR, MAX_BODY_BYTES, REQUEST_ID, TENANT, Door, door_of
-from nearline.controller.http.errors import error_response, http_error_response
+from nearline.controller.http.door import DOOR, REQUEST_ID, TENANT, Door, door_of
+from nearline.controller.http.errors import MAX_BODY_BYTES, error_response, http_error_response
 from nearline.controller.http.openai_chat import chat_completions
 from nearline.controller.http.openai_completions import completions
 from nearline.controller.http.openai_embeddings import embeddings
@@ -88,19 +88,16 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
             log.warning("request_failed", request_id=request[REQUEST_ID], code=error.code, error=error.message)
         return error_response(error)
     except web.HTTPException as error:
-        return http_error_response(error)
+        return http_error_response(error, f"{request.method} {request.path}")
     except web.RequestPayloadError as error:
-        return error_response(InvalidRequest(f"the body is not what its headers say: {_first_line(error)}"))
+        log.info("bad_payload", request_id=request[REQUEST_ID], error=str(error))
+        return error_response(InvalidRequest("the body is not what its Content-Length or Content-Encoding says"))
     except ConnectionError as error:
         log.info("client_gone", request_id=request[REQUEST_ID], error=str(error))
         raise
     except Exception as error:
         log.exception("request_broke", request_id=request[REQUEST_ID], path=request.path)
         return error_response(error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @web.middleware

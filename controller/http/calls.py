@@ -8,9 +8,11 @@ from typing import Any
 
 from nearline.controller.generation import Call
 from nearline.controller.http.door import Caller, Door
-from nearline.controller.http.schemas import MAX_COUNT, ChatFields, MessageBody, PromiseFields, SamplingBody
+from nearline.controller.http.numbers import MAX_COUNT
+from nearline.controller.http.schemas import ChatFields, MessageBody, PromiseFields, SamplingBody
 from nearline.controller.policy.agreement import Wish, agreed
 from nearline.controller.registry import Target
+from nearline.controller.shown import shown
 from nearline.controller.text import TextModel, check_chars
 from nearline.protocol import RequestId, SamplingParams, SloClass
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
@@ -43,7 +45,7 @@ async def text_prompt(target: Target, text: TextModel, prompt: str | list[int]) 
         ids, size = tuple(prompt), vocab_size(target, text)
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
-            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {size} ids", param="prompt")
+            raise InvalidRequest(f"token id {shown(wrong)} is outside the vocabulary of {size} ids", param="prompt")
     if not ids and text.bos_token_id is not None:
         ids = (text.bos_token_id,)
     if not ids:
@@ -135,7 +137,7 @@ def _room(target: Target, num_prompt_tokens: int, param: str, least: int = 1) ->
         return UNLIMITED
     if num_prompt_tokens + least > limit:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt_tokens} tokens, but the context of {target.name!r} holds {limit} with at"
+            f"the prompt has {num_prompt_tokens} tokens, but the context of {shown(target.name)} holds {limit} with at"
             f" least {least} for the answer; shorten the prompt",
             param=param,
         )
@@ -156,7 +158,7 @@ def _sampling(body: SamplingBody, text: TextModel, target: Target, max_tokens: i
     size = vocab_size(target, text)
     wrong = next((i for i in body.stop_token_ids if not 0 <= i < size), None)
     if wrong is not None:
-        raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {size} ids", param="stop_token_ids")
+        raise InvalidRequest(f"token id {shown(wrong)} is outside the vocabulary of {size} ids", param="stop_token_ids")
     is_sampled = body.default_temperature == 0 and text.defaults.get("do_sample") is True
     temperature = _chosen(body.temperature, text, "temperature", 1.0 if is_sampled else body.default_temperature)
     top_p = _chosen(body.top_p, text, "top_p", 1.0)
@@ -195,9 +197,7 @@ def _logit_bias(bias: dict[str, float], size: int) -> tuple[tuple[int, float], .
     found = []
     for key, value in bias.items():
         if not key.isdecimal() or len(key) > MAX_ID_DIGITS or int(key) >= size:
-            raise InvalidRequest(f"{key!r} is no token id below {size}", param="logit_bias")
-        if not -100 <= value <= 100:
-            raise InvalidRequest(f"a bias lies between -100 and 100, not {value}", param="logit_bias")
+            raise InvalidRequest(f"{shown(key)} is no token id below {size}", param="logit_bias")
         found.append((int(key), float(value)))
     return tuple(sorted(found))
 

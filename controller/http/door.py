@@ -15,8 +15,6 @@ from nearline.controller.tenants import Tenants
 from nearline.controller.text import TextModels
 from nearline.protocol import Slo, SloClass, TenantId
 
-MAX_BODY_BYTES = 32 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Door:

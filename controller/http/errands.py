@@ -10,6 +10,7 @@ from aiohttp import web
 
 from nearline.controller.http.door import Door, door_of, tenant_of
 from nearline.controller.http.sse import stream_events
+from nearline.controller.shown import shown
 from nearline.protocol import (
     Bytes,
     CheckpointInfo,
@@ -138,5 +139,5 @@ def _checkpoint(request: web.Request) -> CheckpointInfo:
     is_model = request.match_info.get("kind", "models") == "models"
     spec = registry.models.get(name) if is_model else registry.adapters.get(name)
     if spec is None:
-        raise ModelNotFound(f"no {'model' if is_model else 'adapter'} is named {name!r}", param="name")
+        raise ModelNotFound(f"no {'model' if is_model else 'adapter'} is named {shown(name)}", param="name")
     return spec.checkpoint

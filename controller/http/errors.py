@@ -9,9 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
+from nearline.controller.shown import shown
 from nearline.protocol.errors import ERRORS, Busy, NearlineError
 
 DEFAULT_RETRY_AFTER_S = 2.0
+MAX_BODY_BYTES = 32 << 20
 MAX_RETRY_AFTER_S = 120.0
 """Clients give up for good when they are told to wait longer."""
 
@@ -44,23 +46,24 @@ def error_response(error: BaseException) -> web.Response:
     return web.json_response(envelope(error), status=status, headers=error_headers(error))
 
 
-def http_error_response(error: web.HTTPException) -> web.Response:
-    """Answer with one of aiohttp's own errors (unknown route, wrong method, body too large …)."""
+def http_error_response(error: web.HTTPException, asked: str = "") -> web.Response:
+    """Answer with one of aiohttp's own errors (unknown route, wrong method, body too large …). `asked` is what the
+    client wanted, as `GET /path`."""
     status = error.status
     kind = "not_found_error" if status == 404 else "invalid_request_error" if status < 500 else "server_error"
     code = _HTTP_CODES.get(status, HTTPStatus(status).name.lower())
-    body = {"error": {"message": _http_message(error), "type": kind, "param": None, "code": code}}
+    body = {"error": {"message": _http_message(error, asked), "type": kind, "param": None, "code": code}}
     headers = {"x-should-retry": "false"}
     if "Allow" in error.headers:
         headers["Allow"] = error.headers["Allow"]
     return web.json_response(body, status=status, headers=headers)
 
 
-def _http_message(error: web.HTTPException) -> str:
+def _http_message(error: web.HTTPException, asked: str) -> str:
     if isinstance(error, web.HTTPNotFound):
-        return "there is no such route; the routes are listed in docs/api.md"
+        return f"there is no route {shown(asked)}; GET / says where to go on"
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"{error.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
+        return f"{shown(error.method)} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return f"the body is too large: {error.text}"
+        return f"the body is too large; at most {MAX_BODY_BYTES >> 20} MiB are taken"
     return error.text or error.reason

@@ -18,6 +18,7 @@ from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import FunctionBody
 from nearline.controller.jobs import Job, JobRequest
 from nearline.controller.registry import Target
+from nearline.controller.shown import shown
 from nearline.protocol import JobId, SamplingParams
 from nearline.protocol.errors import InvalidRequest
 
@@ -79,7 +80,8 @@ async def invoke(request: web.Request) -> web.StreamResponse:
     door, caller, name = door_of(request), caller_of(request), request.match_info["name"]
     kind = request.headers.get("Invocation-Type", "RequestResponse")
     if kind not in INVOCATION_TYPES:
-        raise InvalidRequest(f"Invocation-Type is one of {', '.join(INVOCATION_TYPES)}, not {kind!r}")
+        types = ", ".join(INVOCATION_TYPES)
+        raise InvalidRequest(f"Invocation-Type is one of {types}, not {shown(kind)}", param="Invocation-Type")
     data = await request.read()
     if kind == "DryRun":
         await prepare(door, caller, name, data)
@@ -149,5 +151,5 @@ def idempotency_key(request: web.Request) -> str | None:
     """Raises InvalidRequest for a key that is too long."""
     key = request.headers.get("Idempotency-Key")
     if key is not None and not 1 <= len(key) <= 255:
-        raise InvalidRequest("an Idempotency-Key has 1 to 255 characters")
+        raise InvalidRequest(f"an Idempotency-Key has 1 to 255 characters, not {len(key)}", param="Idempotency-Key")
     return key

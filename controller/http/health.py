@@ -24,7 +24,7 @@ async def welcome(request: web.Request) -> web.StreamResponse:
     """What answers here, and where to go on; browsers get the dashboard, which asks for a key if one is needed."""
     if "text/html" in request.headers.get("Accept", ""):
         return web.Response(body=DASHBOARD, headers=PAGE_HEADERS)
-    links = {"models": "/v1/models", "health": "/health/ready", "metrics": "/metrics", "routes": "docs/api.md"}
+    links = {"models": "/v1/models", "health": "/health/ready", "metrics": "/metrics"}
     return web.json_response({"name": "nearline", "version": __version__, "links": links})
 
 

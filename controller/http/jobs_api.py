@@ -18,6 +18,7 @@ from nearline.controller.http.openai_embeddings import Embedding, inputs_of
 from nearline.controller.http.schemas import ChatBody, CompletionBody, EmbeddingBody, JobBody
 from nearline.controller.jobs import Job, JobRequest
 from nearline.controller.policy.jobs import promise
+from nearline.controller.shown import shown
 from nearline.protocol.errors import InvalidRequest
 
 MAX_LISTED = 100
@@ -52,7 +53,7 @@ async def cancel(request: web.Request) -> web.StreamResponse:
 async def list_jobs(request: web.Request) -> web.StreamResponse:
     text = request.query.get("limit", "20")
     if not text.isdecimal() or len(text) > 3 or not 1 <= int(text) <= MAX_LISTED:
-        raise InvalidRequest(f"limit is a number from 1 to {MAX_LISTED}, not {text!r}", param="limit")
+        raise InvalidRequest(f"limit is a number from 1 to {MAX_LISTED}, not {shown(text)}", param="limit")
     limit, after = int(text), request.query.get("after")
     jobs = await door_of(request).jobs.list_jobs(tenant_of(request), limit + 1, after)
     data = [_listed(job) for job in jobs[:limit]]

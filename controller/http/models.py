@@ -8,6 +8,8 @@ from nearline.controller.http.door import door_of
 from nearline.controller.registry import Registry
 from nearline.protocol import AdapterSpec, ModelSpec
 
+_HUB = "hub:"
+
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     registry = door_of(request).registry
@@ -24,19 +26,26 @@ async def get_model(request: web.Request) -> web.StreamResponse:
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
-    limit = spec.checkpoint.max_context_tokens
-    return {**_head(spec.model_id, spec.created_at), "root": spec.checkpoint.source, "parent": None} | {
-        "max_model_len": limit or None
-    }
+    return _card(spec.model_id, None, spec, spec.checkpoint.max_context_tokens)
 
 
 def _adapter(registry: Registry, spec: AdapterSpec) -> dict[str, Any]:
     base = registry.models.get(spec.base_id)
-    limit = base.checkpoint.max_context_tokens if base else 0
-    return {**_head(spec.adapter_id, spec.created_at), "root": spec.checkpoint.source, "parent": spec.base_id} | {
-        "max_model_len": limit or None
+    return _card(spec.adapter_id, spec.base_id, spec, base.checkpoint.max_context_tokens if base else 0)
+
+
+def _public(source: str) -> str | None:
+    """A source by the name the hub knows it by. Paths and addresses of ours are nobody's business who only calls."""
+    return source.removeprefix(_HUB) if source.startswith(_HUB) else None
+
+
+def _card(name: str, parent: str | None, spec: ModelSpec | AdapterSpec, limit: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(spec.created_at),
+        "owned_by": "nearline",
+        "root": _public(spec.checkpoint.source),
+        "parent": parent,
+        "max_model_len": limit or None,
     }
-
-
-def _head(name: str, created_at: float) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(created_at), "owned_by": "nearline"}

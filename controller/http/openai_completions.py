@@ -15,8 +15,9 @@ from nearline.controller.http.calls import choices, load, make_call, text_prompt
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_logprobs, joined
+from nearline.controller.http.numbers import MAX_CHOICES
 from nearline.controller.http.replies import reply
-from nearline.controller.http.schemas import MAX_CHOICES, CompletionBody
+from nearline.controller.http.schemas import CompletionBody
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta
 from nearline.protocol.errors import InvalidRequest

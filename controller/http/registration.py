@@ -12,6 +12,7 @@ import structlog
 from nearline.controller.http.door import Door
 from nearline.controller.http.schemas import AdapterBody, ModelBody, ModelPatch
 from nearline.controller.registry import check_name
+from nearline.controller.shown import shown
 from nearline.protocol import (
     AdapterSpec,
     CheckpointInfo,
@@ -122,7 +123,7 @@ def base_of(door: Door, body: AdapterBody) -> ModelSpec:
     """Raises ModelNotFound."""
     base = door.registry.models.get(body.base)
     if base is None:
-        raise ModelNotFound(f"no model is named {body.base!r}; add the base of this adapter first", param="base")
+        raise ModelNotFound(f"no model is named {shown(body.base)}; add the base of this adapter first", param="base")
     return base
 
 
@@ -163,7 +164,7 @@ async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> 
 async def _change_model(door: Door, name: ModelId, body: ModelPatch) -> Event:
     old = door.registry.models.get(name)
     if old is None:
-        raise ModelNotFound(f"no model is named {name!r}", param="name")
+        raise ModelNotFound(f"no model is named {shown(name)}", param="name")
     spec = changed(old, changes(body, frozenset(body.model_fields_set)))
     await door.registry.put_model(spec)
     door.runtime.add_model(spec)
@@ -196,10 +197,14 @@ def changed(spec: ModelSpec, settings: dict[str, Any]) -> ModelSpec:
 def check_limits(limits: ModelBody | ModelSpec) -> None:
     """Raises InvalidRequest for limits that contradict each other."""
     if limits.min_replicas > limits.max_replicas:
-        raise InvalidRequest("min_replicas is more than max_replicas", param="min_replicas")
+        raise InvalidRequest(
+            f"min_replicas {limits.min_replicas} is more than max_replicas {limits.max_replicas}", param="min_replicas"
+        )
     least_s = limits.keep_alive_min_s
     if least_s is not None and 0 <= limits.keep_alive_s < least_s:
-        raise InvalidRequest("keep_alive_min_s is more than keep_alive_s", param="keep_alive_min_s")
+        raise InvalidRequest(
+            f"keep_alive_min_s {least_s:g} is more than keep_alive_s {limits.keep_alive_s:g}", param="keep_alive_min_s"
+        )
 
 
 async def _publish_adapter(door: Door, body: AdapterBody, found: CheckpointInfo) -> Event:

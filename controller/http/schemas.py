@@ -6,23 +6,17 @@ that changes nothing would be a wrong answer that looks right.
 Source: OpenAI's API reference for the shared names; vLLM's documentation for the extra sampling parameters.
 """
 
-import difflib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from nearline.controller.http import numbers as num
+from nearline.controller.http.complaints import complaint
 from nearline.protocol import PEER
 from nearline.protocol.errors import InvalidRequest
 
 MAX_STOPS = 16
-MAX_CHOICES = 128
-MAX_COUNT = 2**31 - 1
 MAX_SOURCE_CHARS = 4096
-MAX_SPAN = 1e9
-"""Of a time in seconds or milliseconds: clocks take no longer ones."""
-
-EVER = -1.0
-"""A keep-alive without an end."""
 
 TokenIds = list[int]
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MAX_STOPS)]
@@ -30,12 +24,6 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Fi
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def _keep_alive(value: float) -> float:
-    if value != EVER and not 0 <= value <= MAX_SPAN:
-        raise ValueError(f"a keep-alive is 0 to {MAX_SPAN:g} seconds, or {EVER:g} for ever")
-    return value
 
 
 def _printable(value: str) -> str:
@@ -86,16 +74,16 @@ class OfferFields(Body):
     """What every request of a function is promised unless it says something else."""
 
     slo: Literal["interactive", "batch-1m", "batch-1h"] | None = None
-    ttft_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
-    tpot_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
-    deadline_ms: float | None = Field(None, gt=0, le=MAX_SPAN)
+    ttft_ms: num.TtftMs | None = None
+    tpot_ms: num.TpotMs | None = None
+    deadline_ms: num.DeadlineMs | None = None
 
 
 class PromiseFields(OfferFields):
     """What a client expects of the service: how soon, and how it ranks among its own."""
 
-    priority: int = Field(0, ge=-1000, le=1000)
-    deadline_s: float | None = Field(None, gt=0, le=MAX_SPAN)
+    priority: num.Priority = 0
+    deadline_s: num.DeadlineS | None = None
 
 
 class SamplingBody(PromiseFields):
@@ -103,27 +91,27 @@ class SamplingBody(PromiseFields):
 
     default_temperature: ClassVar[float] = 1.0
 
-    max_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)
-    min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_COUNT)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, float] | None = None
+    max_tokens: num.CountOrNone | None = None
+    min_tokens: num.CountOrNone = 0
+    temperature: num.Temperature | None = None
+    top_p: num.Share | None = None
+    top_k: num.TopK | None = None
+    min_p: num.Share | None = None
+    presence_penalty: num.Penalty = 0.0
+    frequency_penalty: num.Penalty = 0.0
+    repetition_penalty: num.RepetitionPenalty | None = None
+    logit_bias: dict[str, num.Bias] | None = None
     response_format: ResponseFormat | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: num.Seed | None = None
     stop: Annotated[Stops | None, BeforeValidator(_as_list)] = None
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=1000)
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    n: num.Choices | None = 1
 
     @property
     def includes_usage(self) -> bool:
@@ -153,10 +141,10 @@ class ChatBody(SamplingBody, ChatFields):
 
     model: str
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    max_completion_tokens: num.Count | None = None
+    max_tokens: num.Count | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: num.Alternatives | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -164,9 +152,9 @@ class CompletionBody(SamplingBody):
 
     model: str
     prompt: str | list[str] | TokenIds | list[TokenIds] | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: num.Alternatives | None = None
     echo: bool | None = False
-    best_of: int | None = Field(None, ge=1, le=MAX_COUNT)
+    best_of: num.Count | None = None
     suffix: str | None = None
 
 
@@ -177,7 +165,7 @@ class FunctionBody(SamplingBody, ChatFields, OwnBody):
 
     prompt: str | TokenIds | None = None
     messages: Messages | None = None
-    n: Literal[1] | None = 1
+    n: num.OneChoice | None = 1
 
 
 class EmbeddingBody(PromiseFields):
@@ -186,7 +174,7 @@ class EmbeddingBody(PromiseFields):
     model: str
     input: str | list[str] | TokenIds | list[TokenIds]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = Field(None, ge=1, le=MAX_COUNT)
+    dimensions: num.Count | None = None
     pooling: Literal["last", "mean"] | None = None
 
 
@@ -196,8 +184,8 @@ class JobBody(OwnBody):
     model: str
     input: dict[str, Any]
     endpoint: Literal["function", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"] = "function"
-    deadline_s: float = Field(86_400.0, gt=0, le=30 * 86_400)
-    max_attempts: int = Field(3, ge=1, le=100)
+    deadline_s: num.JobDeadlineS = 86_400.0
+    max_attempts: num.Attempts = 3
 
 
 class ModelBody(OfferFields, OwnBody):
@@ -205,10 +193,10 @@ class ModelBody(OfferFields, OwnBody):
 
     name: str
     source: Source
-    keep_alive_s: Annotated[float, AfterValidator(_keep_alive)] = 300.0
-    min_replicas: int = Field(0, ge=0, le=1000)
-    max_replicas: int = Field(1, ge=1, le=1000)
-    keep_alive_min_s: float | None = Field(None, ge=0, le=MAX_SPAN)
+    keep_alive_s: num.KeepAliveS = 300.0
+    min_replicas: num.MinReplicas = 0
+    max_replicas: num.MaxReplicas = 1
+    keep_alive_min_s: num.KeepAliveMinS | None = None
     pooling: Literal["last", "mean"] = "last"
     quantize: Literal["int8", "int4"] | None = None
     replace: bool = False
@@ -217,10 +205,10 @@ class ModelBody(OfferFields, OwnBody):
 class ModelPatch(OfferFields, OwnBody):
     """PATCH /admin/models/{name}: what is named changes, null takes a promise or a minimum away."""
 
-    keep_alive_s: Annotated[float, AfterValidator(_keep_alive)] = 300.0
-    keep_alive_min_s: float | None = Field(None, ge=0, le=MAX_SPAN)
-    min_replicas: int = Field(0, ge=0, le=1000)
-    max_replicas: int = Field(1, ge=1, le=1000)
+    keep_alive_s: num.KeepAliveS = 300.0
+    keep_alive_min_s: num.KeepAliveMinS | None = None
+    min_replicas: num.MinReplicas = 0
+    max_replicas: num.MaxReplicas = 1
     pooling: Literal["last", "mean"] = "last"
 
 
@@ -238,18 +226,5 @@ def parse(cls: type[B], data: bytes | str | dict[str, Any]) -> B:
     try:
         return cls.model_validate(data) if isinstance(data, dict) else cls.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise InvalidRequest(f"the body is not JSON: {first['msg']}") from None
-        # Members of unions show up in the path under their type's name; clients know fields and indices only.
-        is_unknown = first["type"] == "extra_forbidden"
-        path = [str(part) for part in first["loc"] if isinstance(part, int) or is_unknown or str(part).isidentifier()]
-        where = ".".join(path) or None
-        text = _unknown(cls, path[-1]) if is_unknown else first["msg"].removeprefix("Value error, ")
+        where, text = complaint(cls, error, data)
         raise InvalidRequest(f"{where or 'body'}: {text}", param=where) from None
-
-
-def _unknown(cls: type[Body], name: str) -> str:
-    near = difflib.get_close_matches(name, cls.model_fields, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.model_fields))}"
-    return f"there is no such field; {hint}"

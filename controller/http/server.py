@@ -3,16 +3,19 @@
 aiohttp says in plain text that a request line is too long, a Host is missing, a chunk is broken or an Expect is odd.
 """
 
+import re
 import uuid
 
 import structlog
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import LineTooLong
 
 from nearline.controller.http.errors import error_response, http_error_response
 from nearline.protocol.errors import InvalidRequest, NearlineError
 
 MAX_REASON = 200
+_QUOTED = re.compile(r"""\bb(['"]).*""", re.DOTALL)
 log = structlog.get_logger(__name__)
 
 
@@ -47,7 +50,7 @@ class Protocol(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer; an exception of aiohttp's that passed all our own handlers gets our shape here."""
         if isinstance(resp, web.HTTPException):
-            resp = http_error_response(resp)
+            resp = http_error_response(resp, f"{request.method} {request.path}")
         return await super().finish_response(request, resp, start_time)
 
 
@@ -73,6 +76,9 @@ class Runner(web.AppRunner):
 
 
 def _reason(exc: BaseException | None, message: str | None) -> str:
-    """The parser's complaint without the bytes it quotes below."""
-    text = (exc.message if isinstance(exc, HttpProcessingError) else message) or "it cannot be parsed"
-    return text.strip().splitlines()[0][:MAX_REASON].rstrip(" :") if text.strip() else "it cannot be parsed"
+    """The parser's complaint without the bytes it quotes, beside it or below."""
+    if isinstance(exc, LineTooLong):
+        return "its first line or a header is too long"
+    text = (exc.message if isinstance(exc, HttpProcessingError) else message) or ""
+    text = _QUOTED.sub("", text.strip()).partition("\n")[0]
+    return text[:MAX_REASON].rstrip(" :.") or "it cannot be parsed"

@@ -172,7 +172,7 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(tiny_tokenizer_jso
 
 def test_a_model_without_a_fast_tokenizer_names_the_cure() -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"tokenizer\.json"):
-        TextModel({}, "/models/x")
+        TextModel({})
 
 
 async def test_files_are_fetched_once_and_survive_without_any_node(

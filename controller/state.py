@@ -70,12 +70,12 @@ class InstanceRecord:
     num_evicted: int = 0
     in_flight: dict[RequestId, RequestRecord] = field(default_factory=dict)
     adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
-    """Those on its device, or sent there and not reported yet."""
+    """Those on its device, or awaited there by requests in flight."""
     reported_adapters: tuple[Digest, ...] = ()
     homes: dict[Digest, None] = field(default_factory=dict)
     """Adapters whose requests should come here first."""
     prepared: dict[Digest, None] = field(default_factory=dict)
-    """Adapters it was asked to read ahead, whether or not it did, as long as they are called at all."""
+    """Adapters it was asked to read ahead, whether or not it did, while they are called and it has not given them up."""
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property
@@ -102,10 +102,14 @@ class InstanceRecord:
         self.max_running = max(1, status.max_running)
         self.kv_tokens_used, self.kv_tokens_total = status.kv_tokens_used, status.kv_tokens_total
         reported = dict.fromkeys(status.adapter_digests)
-        for digest in self.reported_adapters:  # what was only sent there may still be read
+        for digest in self.reported_adapters:
             if digest not in reported:
-                self.adapters.pop(digest, None)
+                self.prepared.pop(digest, None)
         self.reported_adapters = status.adapter_digests
+        # What is not there may still be read for a request that waits for it; with none it has failed or has left.
+        awaited = {request.info.adapter_digest for request in self.in_flight.values()}
+        for digest in [one for one in self.adapters if one not in reported and one not in awaited]:
+            del self.adapters[digest]
         self.adapters.update(reported)
 
     def remember(self, request: RequestRecord) -> None:

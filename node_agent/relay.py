@@ -63,8 +63,8 @@ class Relay:
         self._engines: dict[InstanceId, EngineId] = {}
         self._instances: dict[EngineId, InstanceId] = {}
         self._loads: dict[InstanceId, _Load] = {}
-        self._adapters: dict[InstanceId, dict[Digest, bool]] = {}
-        """What each engine was told to load; True: only ahead of its first request."""
+        self._adapters: dict[InstanceId, dict[Digest, bool | None]] = {}
+        """What each engine was told to load; True: only ahead of its first request; None: it does not have it."""
         self._to_prepare: dict[InstanceId, dict[Digest, None]] = {}
         """What instances that are not bound yet shall load ahead."""
         self._draining: dict[InstanceId, None] = {}
@@ -174,9 +174,15 @@ class Relay:
 
     def adapter_loaded(self, engine_id: EngineId, message: AdapterLoaded) -> InstanceId | None:
         """Note the outcome of a load and name the instance; after a failure the next Submit tries again."""
+        if message.error is not None:
+            return self.adapter_gone(engine_id, message.digest)
+        return self.instance_of(engine_id)
+
+    def adapter_gone(self, engine_id: EngineId, digest: Digest) -> InstanceId | None:
+        """Note that an engine has an adapter no more and name the instance; whoever wants it next says so again."""
         instance_id = self.instance_of(engine_id)
-        if instance_id is not None and message.error is not None:
-            self._adapters[instance_id].pop(message.digest, None)
+        if instance_id is not None and digest in self._adapters[instance_id]:
+            self._adapters[instance_id][digest] = None
         return instance_id
 
     def instance_of(self, engine_id: EngineId) -> InstanceId | None:

@@ -329,7 +329,7 @@ class NodeRuntime:
                 if instance_id is not None:
                     self._inbox.put_nowait(ev.AdapterChanged(instance_id, frame.digest, frame.error is None))
             case fr.AdapterEvicted():
-                if (instance_id := self._relay.instance_of(engine_id)) is not None:
+                if (instance_id := self._relay.adapter_gone(engine_id, frame.digest)) is not None:
                     self._inbox.put_nowait(ev.AdapterChanged(instance_id, frame.digest, is_loaded=False))
 
     def _on_exit(self, engine_id: EngineId, how: str) -> None:

@@ -10,6 +10,7 @@ from nearline.controller import events as happened
 from nearline.controller.actions import Dispatch, EnsureInstance, PrepareAdapter
 from nearline.controller.config import CoreConfig
 from nearline.protocol import AdapterSpec, CheckpointKind, Digest, ModelId
+from nearline.protocol.errors import ErrorInfo
 from tests.controller.fleets import World, checkpoint, model, report
 
 
@@ -236,17 +237,48 @@ def test_an_adapter_is_asked_for_again_once_it(pause: Callable[[World], None]) -
     assert asked_at_second_home(made, "s") == first
 
 
-def test_an_adapter_that_an_engine_gave_up_is_not_believed_there_and_one_on_its_way_is() -> None:
-    made = two_nodes(3)
+def reported(made: World, *names: str) -> list[str]:
+    """The first instance says which adapters it has; return which are believed to be there."""
     instance = next(iter(made.core.fleet.instances.values()))
     status = made.nodes[instance.node.node_id].instances[instance.instance_id].status()
+    has = replace(status, adapter_digests=tuple(map(Digest, names)))
+    made.post(happened.InstanceChanged(instance.node.node_id, has))
+    return sorted(instance.adapters)
 
-    def reported(*names: str) -> list[str]:
-        instance.apply(replace(status, adapter_digests=tuple(map(Digest, names))))
-        return list(instance.adapters)
 
-    assert reported("lora0", "lora1") == ["lora0", "lora1"]
-    instance.adapters[Digest("lora2")] = None  # dispatched a moment ago
-    assert set(reported("lora1")) == {"lora1", "lora2"}
-    assert set(reported("lora1", "lora2")) == {"lora1", "lora2"}
-    assert reported() == []
+def test_an_adapter_that_an_engine_gave_up_is_not_believed_there_and_one_on_its_way_is() -> None:
+    made = one_node()
+    call(made, "r", None)
+    assert reported(made, "lora0", "lora2") == ["lora0", "lora2"]
+    made.arrive("waits", adapter_id=ModelId("lora1"), adapter_digest=Digest("lora1"))
+    assert reported(made, "lora2") == ["lora1", "lora2"]
+    assert reported(made, "lora1", "lora2") == ["lora1", "lora2"]
+    assert reported(made) == ["lora1"], "its request waits until it is read again"
+    made.finish("waits")
+    assert reported(made) == []
+
+
+def test_an_adapter_whose_read_failed_is_not_believed_there() -> None:
+    made = one_node()
+    call(made, "r", None)
+    made.arrive("fails", adapter_id=ModelId("lora1"), adapter_digest=Digest("lora1"))
+    made.finish("fails", ErrorInfo("adapter_mismatch", "rank differs"))
+    assert reported(made) == []
+
+
+def test_a_hot_adapter_that_an_engine_gave_up_is_asked_for_again_at_the_next_interval_and_then_no_more() -> None:
+    made = one_node()
+    call(made, "r", "lora1", "lora1", "lora1")
+    name = str(made.instances("a")[0].spec.instance_id)
+    asked(made)
+    reported(made, "lora1")
+    made.sleep(made.config.adapter_homes_s)
+    made.arrive("plain0")
+    assert asked(made) == [], "it is there"
+    reported(made)
+    made.arrive("plain1")
+    assert asked(made) == [], "not at once: its place has just been taken by another"
+    for turn, wanted in enumerate([[(name, "lora1")], [], []]):
+        made.sleep(made.config.adapter_homes_s)
+        made.arrive(f"later{turn}")
+        assert asked(made) == wanted, "asked once, whether there was a place or not"

@@ -41,6 +41,25 @@ def test_adapters_are_read_ahead_one_at_a_time_in_order_and_only_into_free_place
     table.check()
 
 
+def test_one_that_had_to_make_place_is_not_read_ahead_again_into_a_full_engine() -> None:
+    table = AdapterTable(2, 1000)
+    ready(table, "cold", now=0.0)
+    ready(table, "hot", now=1200.0)
+    table.announce("new", "/new")
+    joined = sequence("r", "new", 9)
+    table.join(joined)
+    assert table.plan() == [FreeAdapter("cold"), ReadAdapter("new", "/new")]
+    table.loaded("new", 10, 1201.0)
+    table.leave(joined, 1202.0)
+    for _ in range(3):
+        table.announce("cold", "/cold", is_ahead=True)
+        assert table.plan() == [], "though nobody needs the others now"
+    table.retire("new")
+    assert table.plan() == [FreeAdapter("new")]
+    table.announce("cold", "/cold", is_ahead=True)
+    assert table.plan() == [ReadAdapter("cold", "/cold")], "asked again when a place is free"
+
+
 def test_what_a_sequence_waits_for_is_read_before_what_nobody_asked_for() -> None:
     table = AdapterTable(4, 1000)
     table.announce("ahead", "/ahead", is_ahead=True)

@@ -100,6 +100,31 @@ def test_an_adapter_that_failed_or_was_unloaded_is_loaded_again() -> None:
     assert kinds == [LoadAdapter, Submit, LoadAdapter, Submit, UnloadAdapter, LoadAdapter, Submit]
 
 
+def test_an_adapter_that_the_engine_gave_up_is_asked_for_again_with_its_bytes_or_ahead() -> None:
+    ends = Ends()
+    ends.in_dram = {LORA: AdapterBytes(LORA, (Extent(4096, 10),), 7)}
+    ends.submit("a", adapter="lora")
+    prepare(ends)
+    assert [type(m) for m in ends.engine] == [LoadAdapter, Submit]
+    assert ends.relay.adapter_gone(ENGINE, LORA) == INSTANCE
+    second = ends.submit("b", adapter="lora")
+    assert ends.engine[2:] == [replace(ASKED, lent=ends.in_dram[LORA]), second]
+    ends.relay.adapter_gone(ENGINE, LORA)
+    prepare(ends)
+    prepare(ends)
+    assert ends.engine[4:] == [AHEAD]
+
+
+def test_an_adapter_given_up_is_still_let_go_of_and_what_was_unloaded_is_not_remembered_for_it() -> None:
+    ends = Ends()
+    ends.submit("a", adapter="lora")
+    ends.relay.adapter_gone(ENGINE, LORA)
+    assert ends.relay.unload_adapter(LORA) == [INSTANCE]
+    ends.relay.adapter_gone(ENGINE, LORA)
+    assert ends.relay.unload_adapter(LORA) == []
+    assert ends.relay.adapter_gone(EngineId(9), LORA) is None
+
+
 def test_a_missing_adapter_is_an_answer_and_never_reaches_the_engine() -> None:
     ends = Ends()
     ends.submit("a", adapter="gone")

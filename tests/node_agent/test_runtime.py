@@ -323,7 +323,7 @@ async def test_adapters_are_read_ahead_by_instances_that_start_and_that_serve(
     assert token_ids(await controller.finished("r1")) == [0, 1, 2, 3, 4]
 
 
-async def test_an_adapter_that_had_to_make_place_is_no_longer_reported(
+async def test_an_adapter_that_had_to_make_place_is_no_longer_reported_and_read_again_for_who_comes_next(
     controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, Path]
 ) -> None:
     digest = stored_checkpoint[0].digest

@@ -75,7 +75,7 @@ class InstanceRecord:
     homes: dict[Digest, None] = field(default_factory=dict)
     """Adapters whose requests should come here first."""
     prepared: dict[Digest, None] = field(default_factory=dict)
-    """Adapters it was asked to read ahead, whether or not it did, while they are called and it has not given them up."""
+    """Adapters it was asked to read ahead, whether or not it did, while they are called and not given up there."""
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     @property

@@ -328,6 +328,9 @@ async def test_an_adapter_that_had_to_make_place_is_no_longer_reported_and_read_
 ) -> None:
     digest = stored_checkpoint[0].digest
     await ready(controller, digest, "i1", "evicts-adapters")
-    await controller.submit("i1", "r1", adapter_digest=digest)
-    assert token_ids(await controller.finished("r1")) == [0, 1, 2, 3, 4]
-    assert (await controller.report()).instances[0].adapter_digests == ()
+    for name in ("r1", "r2"):
+        since = len(controller.heard)
+        await controller.submit("i1", name, adapter_digest=digest)
+        assert token_ids(await controller.finished(name)) == [0, 1, 2, 3, 4]
+        await controller.hear(lambda f: isinstance(f, InstanceChanged) and f.status.adapter_digests, since=since)
+        assert (await controller.report()).instances[0].adapter_digests == ()

@@ -106,7 +106,7 @@ async def _start_all(
     agent = Child(
         "node_agent",
         [*python, "nearline.node_agent", "--controller", platform.url, "--data-dir", str(data / "node"),
-         "--token-file", str(token), *config.agent_args],
+         "--token-file", str(token), "--host", config.host, *config.agent_args],
         platform.logs / "node_agent.log",
     )  # fmt: skip
     await _start(platform, agent, lambda: True)

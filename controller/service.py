@@ -201,7 +201,7 @@ async def _listen(site: web.TCPSite, config: ServiceConfig) -> None:
 
 def _write_url(runner: web.AppRunner, config: ServiceConfig) -> str:
     port = runner.addresses[0][1]
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if config.url_file is not None:
         incoming = config.url_file.with_name(f".{config.url_file.name}.{os.getpid()}")

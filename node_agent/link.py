@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ CLOSE_TIMEOUT_S: Seconds = 1.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 2.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _CODEC = MessageCodec(ToAgent)
+_LOOPBACK = re.compile(r"(?<=://)(?:127\.\d+\.\d+\.\d+|localhost|\[::1\])(?=[:/])")
 log = structlog.get_logger()
 
 
@@ -47,6 +49,7 @@ class ControllerLink:
         self._outbox: deque[bytes] = deque()
         self._has_news = asyncio.Event()
         self._fence = Fence()
+        self._controller_host: str | None = None
         self._is_open = False
         self.is_up = False
 
@@ -55,6 +58,11 @@ class ControllerLink:
         if self._is_open:
             self._outbox.append(encode(message))
             self._has_news.set()
+
+    def seen_from_here(self, urls: str) -> str:
+        """Rewrite what the controller says of where nodes are. Those on its own machine may have told it of a loopback
+        address; from another machine they are found where we found the controller."""
+        return _LOOPBACK.sub(self._controller_host, urls) if self._controller_host else urls
 
     async def run(self) -> None:
         """Dial, speak, and dial again until cancelled."""
@@ -98,6 +106,9 @@ class ControllerLink:
 
     async def _speak(self, ws: aiohttp.ClientWebSocketResponse, limit: asyncio.Timeout) -> str:
         local = ws.get_extra_info("sockname") or ("127.0.0.1",)
+        remote = ws.get_extra_info("peername") or local
+        host = f"[{remote[0]}]" if ":" in remote[0] else remote[0]
+        self._controller_host = None if remote[0] == local[0] else host
         self._outbox.clear()
         self._is_open = True
         self.send(self._hello(local[0]))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -23,7 +23,7 @@ from nearline.node_agent.profiles import Profiles, Profiling
 from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.supervisor import Supervisor, launches
 from nearline.node_agent.types import EngineId
-from nearline.protocol import CheckpointInfo, InstanceState, NodeId, NodeReport, Seconds
+from nearline.protocol import PEER, CheckpointInfo, InstanceState, NodeId, NodeReport, Seconds
 from nearline.protocol import frames as fr
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
 
@@ -35,7 +35,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Who this node is. `host` may be a wildcard: the link then says which address the controller reaches."""
+    """Who this node is. `host` may be a wildcard: the link then says which address the controller reaches. A loopback
+    address means the controller's machine, to whoever dials that from another."""
 
     node_id: NodeId
     host: str
@@ -165,7 +166,7 @@ class NodeRuntime:
             fr.Abort: self._relay.abort,
             fr.Yield: self._relay.yield_place,
             fr.PrepareAdapter: lambda m: self._relay.prepare_adapter(m, self._core.state(m.instance_id)),
-            fr.ImportCheckpoint: self._imports.start,
+            fr.ImportCheckpoint: self._import,
             fr.CancelImport: self._cancel_task,
             fr.DeleteCheckpoint: lambda m: self._decide(ev.DeleteWished(m.digest)),
             fr.Preload: lambda m: self._leases.run("preload", self._store.preload, m.digest),
@@ -175,8 +176,13 @@ class NodeRuntime:
         }
 
     def _ensure(self, message: fr.EnsureInstance) -> None:
-        self._imports.tell_peers(message.spec.digest, message.peers)
+        self._imports.tell_peers(message.spec.digest, tuple(map(self._link.seen_from_here, message.peers)))
         self._decide(ev.EnsureWished(message.spec, self._checkpoint(message.spec.digest)))
+
+    def _import(self, message: fr.ImportCheckpoint) -> None:
+        is_copy = message.source.startswith(PEER)
+        source = self._link.seen_from_here(message.source) if is_copy else message.source
+        self._imports.start(replace(message, source=source))
 
     def _engine_exited(self, event: ev.EngineExited) -> None:
         self._decide(event)  # answers its sequences, so the relay forgets it only afterwards

@@ -73,7 +73,8 @@ def data_dir(tmp_path: Path, stored_checkpoint: tuple[CheckpointInfo, Path]) -> 
 class FakeController:
     """Speaks the controller's side of the link and remembers everything it hears. `restart` keeps the port."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.port = 0
         self.heard: list[Any] = []
         self.num_links = 0
@@ -87,7 +88,7 @@ class FakeController:
         app.router.add_get("/internal/node", self._serve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(self._runner, self.host, self.port, reuse_address=True).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -203,7 +204,7 @@ async def running_agent(
     """Start an agent and wait for its link; whatever happens, nothing of it is left."""
     token = data_dir.parent / "token"
     token.write_text(TOKEN + "\n")
-    command = [sys.executable, "-m", "nearline.node_agent", "--controller", f"http://127.0.0.1:{controller.port}"]
+    command = [sys.executable, "-m", "nearline.node_agent", "--controller", f"http://{controller.host}:{controller.port}"]
     command += ["--data-dir", str(data_dir), "--token-file", str(token), "--pool-bytes", "64MiB", "--json-logs"]
     command += ["--engine-command", engine] if engine else []
     log_path = data_dir.parent / "agent.log"

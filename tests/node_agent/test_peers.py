@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nearline.protocol import CheckpointInfo, CheckpointKind, InstanceId, InstanceSpec, ModelId, TaskId, peer_source
-from nearline.protocol.frames import EnsureInstance, ImportCheckpoint, ImportFailed, ImportFinished
+from nearline.protocol.frames import DeleteCheckpoint, EnsureInstance, ImportCheckpoint, ImportFailed, ImportFinished
 from tests.checkpoint_store.web import web
 from tests.node_agent.conftest import Agent, FakeController, running_agent
 
@@ -51,6 +51,32 @@ async def test_a_checkpoint_is_copied_from_the_node_that_has_it_and_served(
         await peer_controller.state("i1", "ready")
         refused = await outcome(peer_controller, "other", peer_source(info.digest[::-1], [url]))  # type: ignore[arg-type]
         assert refused.error.code == "not_found"
+
+
+async def test_a_node_of_the_controllers_machine_is_found_from_another_where_the_controller_is(
+    controller: FakeController, tmp_path: Path, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, Path]
+) -> None:
+    """Two machines on one: 127.0.0.2 is the controller's, whose own node told it that it listens on 127.0.0.1."""
+    first = FakeController("127.0.0.2")
+    await first.start()
+    try:
+        async with running_agent(controller, data_dir, "--host", "127.0.0.2", "--prewarm", "0"):
+            url = (await controller.report()).http_url
+            assert url.startswith("http://127.0.0.2:")
+            told = url.replace("127.0.0.2", "127.0.0.1")
+            (tmp_path / "b").mkdir()
+            async with running_agent(first, tmp_path / "b" / "node", "--host", "127.0.0.3", "--prewarm", "0"):
+                await first.report()
+                info = stored_checkpoint[0]
+                finished = await outcome(first, "copy", peer_source(info.digest, [told]))
+                assert isinstance(finished, ImportFinished), finished
+                await first.send(DeleteCheckpoint(info.digest))
+                await first.report(lambda report: not report.residency)
+                refused = await outcome(first, "named", f"http://127.0.0.1:{url.rpartition(':')[2]}/model")
+                assert isinstance(refused, ImportFailed)
+                assert "127.0.0.1" in refused.error.message, "what a person names is taken as it is"
+    finally:
+        await first.stop()
 
 
 async def test_what_was_evicted_comes_back_from_a_peer_before_its_source_is_asked(

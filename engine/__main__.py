@@ -23,7 +23,7 @@ def main() -> int:
     arguments = _arguments()
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the parent's to act on
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, leave)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"
     )
@@ -93,8 +93,9 @@ def _die_with(parent: int) -> None:
         os._exit(0)
 
 
-def _exit(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
+def leave(_signal: int, _frame: FrameType | None) -> None:
+    """End at once: an exception could be swallowed where it finds the process, and nothing of it outlives it anyway."""
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,23 @@ def test_bytes_that_turn_out_corrupt_end_every_sequence_and_the_instance(checkpo
     engine.close()
 
 
+SWALLOWING = """
+import signal
+from nearline.engine.__main__ import leave
+signal.signal(signal.SIGTERM, leave)
+class Swallows:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+Swallows()
+print("it goes on")
+"""
+
+
+def test_a_sigterm_ends_it_even_where_exceptions_are_swallowed() -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 PARENT = """
 import socket, subprocess, sys, time
 ours, theirs = socket.socketpair()

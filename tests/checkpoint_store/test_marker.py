@@ -39,7 +39,7 @@ def test_what_verification_found_damaged_is_refused_until_verification_finds_it_
         store.acquire(manifest.digest)
     flip(weights, 70_000)
     store.verify(manifest.digest)
-    store.acquire(manifest.digest).done.result(20)
+    store.acquire(manifest.digest).done.result(60)
 
 
 def test_memory_that_holds_checked_bytes_serves_on_although_the_disk_is_damaged(
@@ -47,12 +47,12 @@ def test_memory_that_holds_checked_bytes_serves_on_although_the_disk_is_damaged(
 ) -> None:
     manifest = checkpoints.commit_random(root / "checkpoints", 3, 1)
     store = open_store()
-    store.preload(manifest.digest).result(5)
+    store.preload(manifest.digest).result(60)
     flip(root / "checkpoints" / manifest.digest / "model.safetensors", 70_000)
     with pytest.raises(CheckpointCorrupt):
         store.verify(manifest.digest)
     with store.acquire(manifest.digest) as lease:
-        assert lease.done.result(20).num_bytes == 0
+        assert lease.done.result(60).num_bytes == 0
     store.evict(manifest.digest)
     with pytest.raises(CheckpointCorrupt):
         store.acquire(manifest.digest)

@@ -46,7 +46,7 @@ def test_many_adapters_share_frames_and_each_extent_holds_its_file(open_store: O
     store = open_store(num_frames=16)
     leases = [store.acquire(manifest.digest) for manifest in manifests]
     for lease in leases:
-        stats = lease.done.result(20)
+        stats = lease.done.result(60)
         assert (stats.num_bytes, stats.tier) == (store.manifest(lease.digest).num_bytes, Tier.SSD)
         assert (lease.frames, lease.is_streamed) == ((), False)
     assert [content(store, lease) for lease in leases] == [weights(store, m.digest).read_bytes() for m in manifests]
@@ -59,7 +59,7 @@ def test_only_what_is_whole_in_dram_is_leased_without_waiting(open_store: OpenSt
     store = open_store()
     assert store.acquire_resident(manifest.digest) is None
     assert store.acquire_resident(Digest("f" * 32)) is None
-    store.preload(manifest.digest).result(20)
+    store.preload(manifest.digest).result(60)
     lease = store.acquire_resident(manifest.digest)
     assert lease is not None
     assert lease.done.result(0).tier is Tier.DRAM
@@ -77,7 +77,7 @@ def test_a_preloaded_adapter_is_reported_and_takes_its_size_not_a_frame(open_sto
     manifests = [add(3000, seed) for seed in range(4)]
     store = open_store()
     for manifest in manifests:
-        store.preload(manifest.digest).result(20)
+        store.preload(manifest.digest).result(60)
     assert {r.digest: r.dram_bytes for r in store.residency()} == {m.digest: m.num_bytes for m in manifests}
     assert store.dram_pool_bytes - store.dram_free_bytes() == store.pool.layout.frame_bytes
     assert store.evict(manifests[0].digest) == manifests[0].num_bytes
@@ -87,7 +87,7 @@ def test_an_adapter_of_several_chunks_has_frames_and_extents(open_store: OpenSto
     manifest = add(150_000, 1)
     store = open_store()
     with store.acquire(manifest.digest) as lease:
-        lease.done.result(20)
+        lease.done.result(60)
         assert len(lease.frames) == 3
         assert content(store, lease) == weights(store, manifest.digest).read_bytes()
 
@@ -98,7 +98,7 @@ def test_concurrent_leases_of_one_adapter_read_it_once(open_store: OpenStore, ad
     leases = acquired_at_once(store, [manifest.digest for manifest in manifests * 8])
     assert len({lease.extents for lease in leases}) == 3
     for lease in leases:
-        lease.done.result(20)
+        lease.done.result(60)
         assert content(store, lease) == weights(store, lease.digest).read_bytes()
         lease.release()
     store.check()
@@ -110,10 +110,10 @@ def test_altered_bytes_are_refused_on_the_first_load_and_trusted_afterwards(open
     path = weights(store, bad.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     with store.acquire(bad.digest) as lease, pytest.raises(CheckpointCorrupt, match="has digest"):
-        lease.done.result(20)
+        lease.done.result(60)
     assert store.acquire_resident(bad.digest) is None
     with store.acquire(good.digest) as lease:
-        lease.done.result(20)
+        lease.done.result(60)
     assert (store.directory(good.digest) / ".verified").exists()
     assert not (store.directory(bad.digest) / ".verified").exists()
     store.check()
@@ -124,11 +124,11 @@ def test_a_model_takes_the_frames_of_packs_nobody_holds(open_store: OpenStore, a
     model = add(7 * 65536 - 8192, 99, CheckpointKind.MODEL)
     store = open_store(num_frames=8)
     for adapter in adapters[1:]:
-        store.preload(adapter.digest).result(20)
+        store.preload(adapter.digest).result(60)
     held = store.acquire(adapters[0].digest)
-    held.done.result(20)
+    held.done.result(60)
     with store.acquire(model.digest) as lease:
-        lease.done.result(20)
+        lease.done.result(60)
         assert content(store, lease) == weights(store, model.digest).read_bytes()
         assert content(store, held) == weights(store, held.digest).read_bytes()
         with pytest.raises(OutOfMemory):
@@ -160,8 +160,8 @@ def test_an_adapter_that_finds_no_room_ends_no_preload(
     assert not preload.done()
     threading.Timer(0.1, disk.set).start()  # the start waits until what is being read has been
     with store.acquire(started.digest) as lease:
-        assert isinstance(preload.exception(20), Cancelled)
-        lease.done.result(20)
+        assert isinstance(preload.exception(60), Cancelled)
+        lease.done.result(60)
 
 
 def test_tenants_never_see_each_other_while_everything_comes_and_goes(open_store: OpenStore, add: Add) -> None:
@@ -184,7 +184,7 @@ def test_tenants_never_see_each_other_while_everything_comes_and_goes(open_store
                 lease.release()
                 continue
             try:
-                lease.done.result(20)
+                lease.done.result(60)
             except Cancelled:
                 continue
             time.sleep(mine.random() * 1e-3)

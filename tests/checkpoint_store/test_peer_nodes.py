@@ -93,7 +93,7 @@ def test_the_dead_do_not_keep_the_living_waiting_and_are_not_asked_again(
 
 def test_when_nobody_answers_that_is_said_in_seconds(silent: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peer_nodes._MEET_S <= 5
-    monkeypatch.setattr(peer_nodes, "_MEET_S", 0.3)
+    monkeypatch.setattr(peer_nodes, "_MEET_S", 2.0)
     dead, mute = refusing(), url_of(silent)
     with pytest.raises(SourceUnavailable, match="copy again") as raised:
         Peers(DIGEST, [dead, mute]).meet()
@@ -108,7 +108,7 @@ def test_when_nobody_answers_that_is_said_in_seconds(silent: socket.socket, monk
 def test_who_falls_silent_within_a_copy_costs_one_silence(
     node: Node, silent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_nodes, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(peer_nodes, "_SILENCE_S", 2.0)
     peers = Peers(DIGEST, [url_of(silent), node.url])
     assert [peers.small_file(f"{i}.json") for i in range(4)] == [b"live"] * 4
     assert num_connections(silent) == 1

@@ -154,7 +154,7 @@ def start(root: Path, at_half: str = "pass", before: str = "pass") -> subprocess
 
 def test_a_write_that_finds_no_space_cleans_up_and_says_so(root: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))"
-    _, errors = start(root, before=limit).communicate(timeout=30)
+    _, errors = start(root, before=limit).communicate(timeout=60)
     assert "StorageFull" in errors
     assert "free space or remove a model, then import again" in errors
     assert leftovers(root) == []
@@ -226,11 +226,11 @@ def test_sigterm_ends_an_import_without_a_trace(root: Path, tiny_llama_dir: Call
         str(source),
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not list((root / "incoming").glob("model-*")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert '"code": "cancelled", "message": "cancelled by SIGTERM"' in output.splitlines()[-1]
     assert leftovers(root) == []
@@ -239,7 +239,7 @@ def test_sigterm_ends_an_import_without_a_trace(root: Path, tiny_llama_dir: Call
 def test_two_imports_of_the_same_content_at_once_make_one_checkpoint(root: Path) -> None:
     processes = [start(root, at_half="time.sleep(0.3)") for _ in range(3)]
     for process in processes:
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert [process.returncode for process in processes] == [0, 0, 0]
     (left,) = leftovers(root)
     assert read_manifest(root / left).digest == Path(left).name

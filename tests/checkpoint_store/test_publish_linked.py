@@ -40,7 +40,7 @@ def test_the_file_is_linked_and_every_tensor_is_safetensors(root: Path, source: 
     pool = MappedPool(store.pool.fd, store.pool.ready_fd, store.pool.layout)
     try:
         with store.acquire(manifest.digest) as lease:
-            lease.done.result(20)
+            lease.done.result(60)
             loaded = attach(pool, published(root, manifest), lease.frames, "cpu")
             oracle = load_file(source / WEIGHTS_NAME)
             assert set(loaded.names()) == set(oracle)
@@ -131,6 +131,6 @@ def test_a_source_that_is_written_to_later_is_noticed(root: Path, source: Path) 
     store = CheckpointStore(StoreConfig(root=root, dram_pool_bytes=2**26, touch_ahead_bytes=0))
     try:
         with store.acquire(manifest.digest) as lease, pytest.raises(CheckpointCorrupt, match="the bytes were altered"):
-            lease.done.result(20)
+            lease.done.result(60)
     finally:
         store.close()

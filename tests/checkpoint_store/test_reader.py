@@ -30,11 +30,11 @@ class Recorder:
         with self.changed:
             self.chunks.append((job, chunk, error))
             self.changed.notify_all()
-        assert self.hold.wait(10)
+        assert self.hold.wait(60)
 
     def wait(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.chunks) >= count, 10)
+            assert self.changed.wait_for(lambda: len(self.chunks) >= count, 60)
 
     @property
     def indices(self) -> list[int]:

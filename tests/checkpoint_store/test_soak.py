@@ -48,18 +48,18 @@ class Soak:
     def _load(self, manifest: Manifest) -> None:
         lease = self.store.acquire(manifest.digest)
         self.held.append((lease, manifest))
-        lease.done.result(20)
+        lease.done.result(60)
         self.check_bytes(lease, manifest)
 
     def _cancel(self, manifest: Manifest) -> None:
         lease = self.store.acquire(manifest.digest)
         lease.release()
-        if isinstance(lease.done.exception(20), Cancelled):
+        if isinstance(lease.done.exception(60), Cancelled):
             self.num_cancelled += 1
 
     def _preload(self, manifest: Manifest) -> None:
         done = self.store.preload(manifest.digest)
-        assert isinstance(done.exception(20), Cancelled | None)
+        assert isinstance(done.exception(60), Cancelled | None)
 
     def _evict(self, manifest: Manifest) -> None:
         self.store.evict(manifest.digest)

@@ -40,7 +40,7 @@ def test_room_is_made_of_what_can_be_fetched_again_and_is_used_least(
     store = open_store(ssd_budget_bytes=BUDGET)
     for manifest in (often, often, seldom):
         with store.acquire(manifest.digest) as lease:
-            lease.done.result(20)
+            lease.done.result(60)
     free = store.ssd_free_bytes()
     assert free == BUDGET - 3 * local.num_bytes
     assert store.make_room(free) == ()
@@ -61,7 +61,7 @@ def test_what_is_leased_stays_and_a_refusal_evicts_nothing(
     used, idle = add(1, "hub:org/a"), add(2, "hub:org/b")
     store = open_store(ssd_budget_bytes=BUDGET)
     with store.acquire(used.digest) as lease:
-        lease.done.result(20)
+        lease.done.result(60)
         with pytest.raises(StorageFull, match=r"hub:org/a \(\d+ bytes, in use\)"):
             store.make_room(BUDGET)
         assert weights(root, idle).exists()
@@ -87,7 +87,7 @@ def test_an_evicted_checkpoint_says_where_it_comes_from_survives_a_restart_and_c
     shutil.copytree(copy, store.directory(manifest.digest))
     store.adopt(manifest.digest)
     assert not store.is_remote(manifest.digest)
-    store.acquire(manifest.digest).done.result(20)
+    store.acquire(manifest.digest).done.result(60)
 
 
 def test_an_eviction_that_a_crash_cut_short_is_finished_at_the_next_start(

@@ -40,7 +40,7 @@ def scatter(store: CheckpointStore, fillers: list[Manifest]) -> None:
     """Leave holes in the pool, so that the next checkpoint's frames are not neighbours."""
     leases = [store.acquire(m.digest) for m in fillers]
     for lease in leases:
-        lease.done.result(20)
+        lease.done.result(60)
         lease.release()
     for manifest in fillers[::2]:
         store.evict(manifest.digest)
@@ -71,7 +71,7 @@ def test_attaching_and_closing_two_hundred_times_leaves_no_mapping_and_no_memory
     manifest = checkpoints.commit(root / "checkpoints", {"w": ("F32", (500_000,), bytes(2_000_000))})
     store = open_store()
     pool, lease = map_pool(store), store.acquire(manifest.digest)
-    lease.done.result(20)
+    lease.done.result(60)
 
     def cycle() -> None:
         loaded = attach(pool, directory(root, manifest), lease.frames, "cpu")
@@ -168,7 +168,7 @@ def test_a_write_into_shared_weights_ends_the_process_instead_of_changing_them(
     manifest = checkpoints.commit(root / "checkpoints", {"w": ("U8", (100,), bytes(100))})
     store = open_store()
     fds, layout, lease = (store.pool.fd, store.pool.ready_fd), store.pool.layout, store.acquire(manifest.digest)
-    lease.done.result(20)
+    lease.done.result(60)
     numbers = [*fds, layout.num_frames, layout.frame_bytes, *lease.frames]
     code = READ_IN_ANOTHER_PROCESS + "loaded.tensor('w').fill_(7)\n"
     command = [sys.executable, "-c", code, str(directory(root, manifest)), *map(str, numbers)]
@@ -219,7 +219,7 @@ def test_extents_of_the_pool_are_copied_into_memory_of_ones_own(
         return taken[-1]
 
     with store.acquire(manifest.digest) as lease:
-        lease.done.result(20)
+        lease.done.result(60)
         pool, path = map_pool(store), directory(root, manifest)
         loaded = load_extents(pool, path, lease.extents, "cpu", take)
         with pytest.raises(InstanceFailed, match="disagree"):

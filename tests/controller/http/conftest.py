@@ -79,7 +79,7 @@ class FrontDoor:
         return [frame if frame == "[DONE]" else json.loads(frame) for frame in frames]
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not condition():

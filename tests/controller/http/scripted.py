@@ -121,6 +121,7 @@ class ScriptedRuntime:
         self.imports: dict[str, CheckpointInfo | NearlineError] = {}
         self.import_gate = asyncio.Event()
         self.import_gate.set()
+        self.begun_imports: list[str] = []
         self.closed_imports: list[str] = []
         self.num_registering = 0
         self.models: dict[str, ModelSpec] = {}
@@ -161,6 +162,7 @@ class ScriptedRuntime:
     async def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
     ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+        self.begun_imports.append(source)
         try:
             yield ImportProgress(TaskId("t"), "convert", 1, 2)
             await self.import_gate.wait()

@@ -110,7 +110,7 @@ async def test_one_failure_or_a_client_that_leaves_cancels_what_runs_and_starts_
 
 async def test_a_job_may_embed(front: FrontDoor) -> None:
     body = {"model": "tiny", "endpoint": "/v1/embeddings", "input": {"input": [[3, 4]]}}
-    status, job, _ = await front.post("/v1/jobs", body, Prefer="wait=5")
+    status, job, _ = await front.post("/v1/jobs", body, Prefer="wait=60")
     assert (status, job["status"]) == (200, "succeeded"), job
     assert job["output"]["data"][0]["embedding"] == unit(2, 4, 4, 0.5)
     status, answer, _ = await front.post("/v1/jobs", body | {"input": {"input": []}})

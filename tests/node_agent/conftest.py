@@ -46,6 +46,8 @@ from nearline.protocol.frames import (
 
 STAND_IN = f"{sys.executable} {Path(__file__).with_name('stand_in_engine.py')}"
 TOKEN = "cluster-secret"
+WAIT_S = 90.0
+"""Only ends a hang: what is waited for comes at once, or late on a busy machine."""
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +102,7 @@ class FakeController:
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             raise web.HTTPUnauthorized
-        ws = self._ws = web.WebSocketResponse(heartbeat=5, max_msg_size=0)
+        ws = self._ws = web.WebSocketResponse(max_msg_size=0)
         await ws.prepare(request)
         self.num_links += 1
         is_welcomed = False
@@ -120,7 +122,7 @@ class FakeController:
         assert self._ws
         await self._ws.send_bytes(encode(frame))
 
-    async def hear(self, wanted: Callable[[Any], Any], timeout_s: float = 20.0, since: int = 0) -> Any:
+    async def hear(self, wanted: Callable[[Any], Any], timeout_s: float = WAIT_S, since: int = 0) -> Any:
         """Wait for the first frame after `since` for which `wanted` gives something, and return what it gives."""
         async with asyncio.timeout(timeout_s), self._news:
             while True:
@@ -135,7 +137,7 @@ class FakeController:
     async def ensure(self, instance_id: str, digest: Digest, model_id: str = "m") -> None:
         await self.send(EnsureInstance(InstanceSpec(InstanceId(instance_id), ModelId(model_id), digest)))
 
-    async def state(self, instance_id: str, state: str, timeout_s: float = 20.0, since: int = 0) -> InstanceStatus:
+    async def state(self, instance_id: str, state: str, timeout_s: float = WAIT_S, since: int = 0) -> InstanceStatus:
         def wanted(frame: Any) -> InstanceStatus | None:
             is_it = isinstance(frame, InstanceChanged) and frame.status.instance_id == instance_id
             return frame.status if is_it and frame.status.state is InstanceState(state) else None
@@ -167,7 +169,7 @@ class FakeController:
         return self.updates(request_id)
 
     async def report(
-        self, wanted: Callable[[NodeReport], bool] = lambda _: True, timeout_s: float = 20.0
+        self, wanted: Callable[[NodeReport], bool] = lambda _: True, timeout_s: float = WAIT_S
     ) -> NodeReport:
         """Wait for a fresh report of which `wanted` is true."""
         since = len(self.heard)
@@ -188,7 +190,7 @@ class Agent:
         children = psutil.Process(self.process.pid).children()
         return [child for child in children if any("engine" in word for word in child.cmdline())]
 
-    async def terminate(self, timeout_s: float = 15.0) -> int:
+    async def terminate(self, timeout_s: float = WAIT_S) -> int:
         self.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()

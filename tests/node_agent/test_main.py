@@ -14,7 +14,7 @@ COMMAND = [sys.executable, "-m", "nearline.node_agent", "--controller", "http://
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=180, check=False)
 
 
 def test_a_busy_port_is_named_with_the_cure(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ except RuntimeError:
     (tmp_path / "token").write_text("cluster-secret")
     arguments = ["--controller", "http://x", "--data-dir", str(tmp_path), "--token-file", str(tmp_path / "token")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, *flags], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, *arguments, *flags], capture_output=True, text=True, timeout=180, check=True
     )
     assert "it broke" in done.stderr
     assert "Traceback" in done.stderr

@@ -27,11 +27,11 @@ async def test_real_tokens_flow_survive_a_crash_and_leave_nothing_behind(
     info = stored_checkpoint[0]
     expected = greedy(info.source, [1, 2, 3], 12)
     async with running_agent(controller, data_dir, "--slots", "1", "--prewarm", "1", engine=None) as agent:
-        await controller.report(lambda r: r.num_prewarmed == 1, timeout_s=60)
+        await controller.report(lambda r: r.num_prewarmed == 1)
         for number in range(3):
             instance_id = f"i{number}"
             await controller.ensure(instance_id, info.digest)
-            status = await controller.state(instance_id, "ready", timeout_s=60)  # a killed engine's heir imports torch
+            status = await controller.state(instance_id, "ready")  # a killed engine's heir imports torch
             assert status.kv_tokens_total > 0
             await controller.submit(instance_id, f"r{number}", max_tokens=12)
             updates = await controller.finished(f"r{number}")

@@ -11,7 +11,7 @@ def call(url: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
     sent = {"Content-Type": "application/json"} | {key.replace("_", "-"): value for key, value in headers.items()}
     request = urllib.request.Request(url, json.dumps(body).encode(), sent)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -21,7 +21,7 @@ def frames(url: str, body: dict[str, Any]) -> list[Any]:
     """POST a body with stream: true; return its data frames, without [DONE]."""
     data = json.dumps(body | {"stream": True}).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         lines = response.read().decode().split("\n\n")
     found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert found[-1] == "[DONE]"

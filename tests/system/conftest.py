@@ -15,7 +15,7 @@ import pytest
 from nearline.client import Client
 from nearline.protocol.errors import NearlineError
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 
 
 @dataclass
@@ -62,7 +62,7 @@ class RunningPlatform:
         tails = [f"--- {p.name}\n{p.read_text(errors='replace')[-2000:]}" for p in self.data_dir.glob("logs/*.log")]
         return "\n".join(tails)
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 90.0) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.process.wait(timeout=timeout_s)
@@ -117,7 +117,7 @@ def tiny_model(tiny_llama_dir: Callable[..., Path]) -> Path:
     return tiny_llama_dir(seed=1, max_position_embeddings=4096)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():

@@ -66,7 +66,7 @@ def test_a_new_instance_has_what_is_called_often_before_it_is_called_and_never_w
     assert num_there(client) == 3
     platform.kill("nearline.engine")
     ask(platform, BASE)
-    assert eventually(lambda: num_there(client) == 2, 30.0), "A and B, that nobody has called there"
+    assert eventually(lambda: num_there(client) == 2), "A and B, that nobody has called there"
     register(client, "A", adapters["D"], base=BASE, replace=True)
     assert ask(platform, "A") == _text(model_dir, expected_tokens(model_dir, IDS, 8, adapters["D"]))
     assert num_there(client) >= 2

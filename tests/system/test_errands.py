@@ -14,7 +14,7 @@ from tests.system.conftest import RunningPlatform, eventually, register
 
 def command(platform: RunningPlatform, *words: str) -> subprocess.CompletedProcess[str]:
     whole = [sys.executable, "-m", "nearline", *words, "--url", platform.url]
-    return subprocess.run(whole, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(whole, capture_output=True, text=True, timeout=180, check=False)
 
 
 def test_a_model_is_verified_evicted_found_damaged_and_healed_by_importing_it_again(

@@ -36,7 +36,7 @@ def expected_tokens(directory: Path, prompt_ids: list[int], num_tokens: int, ada
 
 def complete(url: str, **body: Any) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 
@@ -79,7 +79,7 @@ def test_a_name_with_a_slash_works_on_every_route(platform: RunningPlatform, reg
         assert output.usage["completion_tokens"] >= 1
         assert client.admin.show("models", registered)["id"] == registered
     for form in ("org/tiny", "org%2Ftiny"):
-        with urllib.request.urlopen(f"{platform.url}/v1/models/{form}", timeout=10) as response:
+        with urllib.request.urlopen(f"{platform.url}/v1/models/{form}", timeout=60) as response:
             assert json.load(response)["id"] == registered
 
 
@@ -125,7 +125,7 @@ def test_a_job_outlives_its_submitter(platform: RunningPlatform, registered: str
     with platform.client() as client:
         call = client.function(registered).spawn("hi", max_tokens=5, temperature=0)
     with platform.client() as another:
-        output = another.call(call.id).result(timeout_s=30)
+        output = another.call(call.id).result(timeout_s=90)
         assert output.text == another.function(registered).remote("hi", max_tokens=5, temperature=0).text
         assert call.id in [job["id"] for job in another.jobs()]
 

@@ -9,7 +9,6 @@ Warnings go to stderr, open or not.
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from nearline.checkpoint_store.publish import CHECKPOINTS
 from nearline.checkpoint_store.publish_digest import verify_checkpoint
 from nearline.protocol import QUANT_FORMATS, Bytes, CheckpointKind, Digest, from_plain, to_plain
 from nearline.protocol.errors import Cancelled, ErrorInfo, InvalidRequest, NotFound
+from nearline.protocol.stderr import Stderr
 
 _PROGRESS_INTERVAL_S = 0.1
 
@@ -64,22 +64,11 @@ class _Lines:
             raise Cancelled("nobody reads the progress of this import any more") from None
 
 
-class _SafeStderr(io.StringIO):
-    """A stderr that may be closed or broken: a warning that cannot be written is dropped, never fatal."""
-
-    def write(self, text: str) -> int:
-        try:
-            os.write(2, text.encode("utf-8", "replace"))
-        except OSError:
-            return 0
-        return len(text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     _occupy_standard_streams()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(_SafeStderr()))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(Stderr()))
     log = structlog.get_logger("checkpoint_store")
     stop = _Stop()
     lines = _Lines(sys.stdout, stop)

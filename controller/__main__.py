@@ -17,6 +17,7 @@ from nearline.controller.tenants import Tenants, read_admin_key, read_key_file
 from nearline.protocol import TenantId
 from nearline.protocol.errors import NearlineError
 from nearline.protocol.options import CALLER_OPTIONS
+from nearline.protocol.stderr import Stderr
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +101,7 @@ def _configure_logging(as_json: bool) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(Stderr()),
     )
 
 

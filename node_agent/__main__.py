@@ -16,6 +16,7 @@ from nearline.node_agent.config import NodeConfig, check, parse_bytes
 from nearline.node_agent.devices import probe_hardware
 from nearline.protocol import Bytes
 from nearline.protocol.errors import NearlineError
+from nearline.protocol.stderr import Stderr
 
 POLICIES = ("fcfs", "shortest", "mlfq")
 """What `python -m nearline.engine --policy` takes."""
@@ -123,7 +124,7 @@ def _configure_logging(is_json: bool) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(Stderr()),
     )
 
 

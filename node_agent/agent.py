@@ -11,6 +11,7 @@ from nearline.node_agent.data_dir import locked_data_dir, node_id
 from nearline.node_agent.devices import probe_hardware
 from nearline.node_agent.http import NodeHttp
 from nearline.node_agent.runtime import NodeIdentity, NodeRuntime
+from nearline.node_agent.watched import watched
 from nearline.protocol.errors import InvalidRequest
 
 log = structlog.get_logger()
@@ -53,7 +54,7 @@ async def run_agent(config: NodeConfig) -> None:
 
 async def _until(stopped: asyncio.Event, runtime: NodeRuntime) -> None:
     """Run the runtime until the event, or until it fails: then its error is ours."""
-    running = asyncio.create_task(runtime.run(), name="runtime")
+    running = watched(runtime.run(), "runtime")
     waiting = asyncio.create_task(stopped.wait())
     await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -13,6 +13,7 @@ import structlog
 
 from nearline.node_agent.engine_log import EngineLog
 from nearline.node_agent.types import EngineId
+from nearline.node_agent.watched import watched
 from nearline.protocol import MessageCodec, Seconds, WireError, encode
 from nearline.protocol.frames import FromEngine, PoolLayout
 
@@ -115,8 +116,8 @@ class EngineProcess:
     async def _converse(self, process: asyncio.subprocess.Process, ours: socket.socket, sink: EngineLog) -> str:
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self.send(self._launch.layout)
-        logging = asyncio.create_task(self._copy_output(process, sink))
-        reading = asyncio.create_task(self._read_frames(reader))
+        logging = watched(self._copy_output(process, sink), f"log of engine {self._engine_id}")
+        reading = watched(self._read_frames(reader), f"frames of engine {self._engine_id}")
         exiting = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((reading, exiting), return_when=asyncio.FIRST_COMPLETED)

@@ -14,6 +14,7 @@ import structlog
 
 from nearline.checkpoint_store import CheckpointStore, Room
 from nearline.node_agent.import_process import ImportProcess
+from nearline.node_agent.watched import watched
 from nearline.protocol import (
     PEER,
     TOKEN_VARIABLE,
@@ -71,7 +72,7 @@ class Imports:
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _Job(wish)
-            job.runner = asyncio.create_task(self._run(key, job), name=f"import-{wish.task_id}")
+            job.runner = watched(self._run(key, job), f"import-{wish.task_id}")
         job.tasks[wish.task_id] = None
 
     def cancel(self, task_id: TaskId) -> None:
@@ -180,7 +181,7 @@ class Imports:
     def _let_go(self, process: ImportProcess) -> None:
         if process in self._idle:
             self._idle.remove(process)
-            ending = asyncio.create_task(process.end())
+            ending = watched(process.end(), "end of an import process")
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 

@@ -99,6 +99,8 @@ class Leases:
             return
         error = done.exception()
         if error is not None:
+            if not isinstance(error, NearlineError):
+                log.error("a checkpoint could not be pinned", instance_id=instance_id, exc_info=error)
             if self._held.pop(instance_id, "gone") != "gone":
                 self._post(ev.LeaseRefused(instance_id, ErrorInfo.of(error)))
             return

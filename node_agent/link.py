@@ -1,6 +1,7 @@
 """The agent's end of the link to the controller: one WebSocket, dialled again for ever, silent peers noticed."""
 
 import asyncio
+import contextlib
 import random
 import re
 from collections import deque
@@ -10,6 +11,7 @@ import aiohttp
 import structlog
 
 from nearline.node_agent.fence import Fence
+from nearline.node_agent.watched import watched
 from nearline.protocol import MessageCodec, Seconds, WireError, encode
 from nearline.protocol.frames import Report, ToAgent, Welcome
 
@@ -112,7 +114,7 @@ class ControllerLink:
         self._outbox.clear()
         self._is_open = True
         self.send(self._hello(local[0]))
-        tasks = [asyncio.create_task(self._send_outbox(ws)), asyncio.create_task(_ping_forever(ws))]
+        tasks = [watched(self._send_outbox(ws), "link's outbox"), watched(_ping_forever(ws), "link's pings")]
         try:
             async for message in ws:
                 if message.type is not aiohttp.WSMsgType.BINARY:
@@ -140,14 +142,17 @@ class ControllerLink:
                 self._has_news.clear()
                 while self._outbox:
                     await ws.send_bytes(self._outbox.popleft())
-        except (aiohttp.ClientError, OSError):
+        except Exception as error:
             await ws.close()  # wakes the receiver, which says the link is lost
+            if not isinstance(error, (aiohttp.ClientError, OSError)):
+                raise
 
 
 async def _ping_forever(ws: aiohttp.ClientWebSocketResponse) -> None:
-    while True:
-        await asyncio.sleep(HEARTBEAT_S)
-        await ws.ping()
+    with contextlib.suppress(aiohttp.ClientError, OSError):  # the receiver says that the link is lost
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await ws.ping()
 
 
 def _socket_url(controller_url: str) -> str:

@@ -1,5 +1,6 @@
 """What steps of this node's checkpoints were measured to take: kept beside the store, and measured anew on wish."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -36,17 +37,26 @@ class Profiles:
         return tuple(self._profiles.values())
 
     def keep(self, profile: StepProfile) -> None:
-        """Replace what was known of a checkpoint, on disk too."""
+        """Replace what was known of a checkpoint, on disk too; a full disk takes nothing from it until a restart."""
         self._profiles[profile.digest] = profile
         path = self._directory / f"{profile.digest}.json"
         fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(to_plain(profile), indent=1) + "\n")
-        fresh.replace(path)
+        try:
+            fresh.write_text(json.dumps(to_plain(profile), indent=1) + "\n")
+            fresh.replace(path)
+        except OSError as error:
+            log.warning("a profile is not kept beyond a restart", path=str(path), error=str(error))
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
 
     def forget(self, digest: Digest) -> None:
         """Delete the profile of a checkpoint that is deleted."""
         self._profiles.pop(digest, None)
-        (self._directory / f"{digest}.json").unlink(missing_ok=True)
+        path = self._directory / f"{digest}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("a profile cannot be deleted", path=str(path), error=str(error))
 
 
 class Profiling:

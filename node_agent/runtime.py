@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,7 +24,7 @@ from nearline.node_agent.profiles import Profiles, Profiling
 from nearline.node_agent.relay import Relay, RelayPorts
 from nearline.node_agent.supervisor import Supervisor, launches
 from nearline.node_agent.types import EngineId
-from nearline.protocol import PEER, CheckpointInfo, InstanceState, NodeId, NodeReport, Seconds
+from nearline.protocol import PEER, CheckpointInfo, InstanceId, InstanceState, NodeId, NodeReport, Seconds
 from nearline.protocol import frames as fr
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
 
@@ -139,14 +140,15 @@ class NodeRuntime:
         if not isinstance(event, ev.Woke):
             self._report_soon()
 
-    def _guard(self, handler: Callable[[Any], None], item: Any) -> None:
-        """Carry something out. What breaks is the failure of the instance or process it was for, not the agent's."""
+    def _guard(self, handler: Callable[[Any], None], item: Any, instance_id: InstanceId | None = None) -> None:
+        """Carry something out. What breaks is the failure of the instance (this one, or the one that the item names) or
+        process it was for, not the agent's."""
         try:
             handler(item)
         except Exception as error:
             what = type(item).__name__
             log.exception("the agent could not do its part", what=what)
-            instance_id = getattr(getattr(item, "spec", item), "instance_id", None)
+            instance_id = instance_id or getattr(getattr(item, "spec", item), "instance_id", None)
             if isinstance(item, act.StartEngine):
                 self._inbox.put_nowait(ev.EngineExited(item.engine_id, f"it could not be started: {error}"))
             elif instance_id is not None:
@@ -301,6 +303,11 @@ class NodeRuntime:
     # ---- what engines say ----
 
     def _on_frame(self, engine_id: EngineId, frame: object) -> None:
+        """Take what an engine says. If a step's tokens are lost, so is its instance: nobody may go on after a hole."""
+        instance_id = self._relay.instance_of(engine_id) if isinstance(frame, fr.StepDone) else None
+        self._guard(partial(self._said, engine_id), frame, instance_id)
+
+    def _said(self, engine_id: EngineId, frame: Any) -> None:
         match frame:
             case fr.StepDone():
                 self._relay.step_done(engine_id, frame)

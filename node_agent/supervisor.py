@@ -10,6 +10,7 @@ import structlog
 from nearline.node_agent.config import Hardware, NodeConfig
 from nearline.node_agent.engine_process import EngineProcess, Launch
 from nearline.node_agent.types import EngineId
+from nearline.node_agent.watched import watched
 from nearline.protocol.frames import PoolLayout
 
 _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
@@ -35,7 +36,7 @@ class Supervisor:
         """Start a process for a device; on_exit follows sooner or later, whatever happens."""
         process = EngineProcess(engine_id, self._launches[device_index], self._on_frame)
         self._processes[engine_id] = process
-        self._tasks[engine_id] = asyncio.create_task(self._run(engine_id, process), name=f"engine-{engine_id}")
+        self._tasks[engine_id] = watched(self._run(engine_id, process), f"engine-{engine_id}")
 
     def send(self, engine_id: EngineId, message: object) -> None:
         """Send a frame to a process; one that is gone already does not mind."""

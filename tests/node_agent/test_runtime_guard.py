@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from nearline.checkpoint_store import CheckpointStore, StoreConfig
 from nearline.node_agent import actions as act
@@ -13,8 +14,9 @@ from nearline.node_agent import events as ev
 from nearline.node_agent.config import Device, Hardware, NodeConfig
 from nearline.node_agent.runtime import NodeIdentity, NodeRuntime
 from nearline.node_agent.types import EngineId
+from nearline.node_agent.watched import watched
 from nearline.protocol import CheckpointInfo, InstanceId, InstanceSpec, InstanceState, ModelId, NodeId
-from nearline.protocol.frames import Bind, EnsureInstance
+from nearline.protocol.frames import Bind, Bound, EnsureInstance, ExtentsFree, StepDone
 
 ID = InstanceId("i1")
 
@@ -45,7 +47,7 @@ class Bench:
         self.runtime._inbox.put_nowait(item)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 assert not self.owner.done(), "the agent ended"
                 await asyncio.sleep(0.01)
@@ -95,6 +97,37 @@ async def test_what_breaks_while_the_agent_acts_fails_that_instance(
     assert error is not None
     assert (error.code, "the store stumbled" in error.message) == ("instance_failed", True)
     bench.core.check()
+
+
+async def test_what_breaks_over_a_frame_is_logged_and_no_process_ends_of_it_but_one_whose_tokens_are_lost(
+    bench: Bench, stored_checkpoint: tuple[CheckpointInfo, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_id = bench.started[0]
+    bench.post(ev.EngineWarm(engine_id))
+    bench.post(EnsureInstance(InstanceSpec(ID, ModelId("m"), stored_checkpoint[0].digest)))
+    await bench.until(lambda: bench.sent)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(bench.runtime._adapter_leases, "free", fail)
+    monkeypatch.setattr(bench.runtime._relay, "step_done", fail)
+    with capture_logs() as logs:
+        bench.runtime._on_frame(engine_id, ExtentsFree(1))
+        bench.runtime._on_frame(engine_id, Bound(ID, 0.1, 100))
+        await bench.until(lambda: bench.core.state(ID) is InstanceState.READY)
+        bench.runtime._on_frame(engine_id, StepDone((), 0, 0, 0))
+        await bench.until(lambda: bench.core.state(ID) is InstanceState.FAILED)
+    assert [line["what"] for line in logs if line["log_level"] == "error"] == ["ExtentsFree", "StepDone"]
+
+
+async def test_a_task_that_fails_is_logged_though_nobody_waits_for_it() -> None:
+    async def fail() -> None:
+        raise RuntimeError("a defect")
+
+    with capture_logs() as logs:
+        await asyncio.gather(watched(fail(), "an errand"), return_exceptions=True)
+    assert [(line["task"], str(line["exc_info"])) for line in logs] == [("an errand", "a defect")]
 
 
 async def test_a_process_that_cannot_be_started_is_started_again_later(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearline.protocol.errors import InvalidRequest, NotFound
-from tests.system.conftest import RunningPlatform, eventually, register, running, running
+from tests.system.conftest import RunningPlatform, eventually, register, running
 
 
 @contextlib.contextmanager

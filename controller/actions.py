@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nearline.controller.policy.plans import PlanGroup, PlanSlot
-from nearline.protocol import Digest, InstanceId, InstanceSpec, NodeId, RequestId, Seconds
+from nearline.protocol import CheckpointInfo, Digest, InstanceId, InstanceSpec, NodeId, RequestId, Seconds
 from nearline.protocol.errors import ErrorInfo
 
 
@@ -45,7 +45,7 @@ class YieldPlace:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """End the request with an error. It is the request's last action."""
+    """End the request with an error. It is the request's last action; RequestRejected answers it if the request ran."""
 
     request_id: RequestId
     error: ErrorInfo
@@ -78,6 +78,15 @@ class Preload:
 
     node_id: NodeId
     digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCheckpoint:
+    """Copy a checkpoint to a node from those that have it; CheckpointImported or CopyFailed follows."""
+
+    checkpoint: CheckpointInfo
+    node_id: NodeId
     reason: str
 
 
@@ -122,6 +131,7 @@ class WakeAt:
 
 
 Action = (
-    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | PrepareAdapter
+    Dispatch | AbortSequence | YieldPlace | Reject | EnsureInstance | StopInstance | Preload | CopyCheckpoint
+    | PrepareAdapter
     | DeleteCheckpoint | SolvePlan | WakeAt
 )  # fmt: skip

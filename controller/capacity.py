@@ -12,6 +12,7 @@ from nearline.controller.actions import EnsureInstance, Preload
 from nearline.controller.agenda import Agenda
 from nearline.controller.choices import Choices
 from nearline.controller.config import CoreConfig
+from nearline.controller.copying import CopyDesk
 from nearline.controller.estimate import bytes_by_tier, startup
 from nearline.controller.events import PlanSolved
 from nearline.controller.machines import MachineDesk
@@ -39,6 +40,7 @@ class CapacityDesk:
         requests: RequestDesk,
         machines: MachineDesk,
         choices: Choices,
+        copies: CopyDesk,
     ) -> None:
         self._fleet = fleet
         self._config = config
@@ -47,6 +49,7 @@ class CapacityDesk:
         self._machines = machines
         self._choices = choices
         self._adviser = choices.adviser(fleet, config)
+        self._copies = copies
         self._wanting: dict[ModelKey, None] = {}
         self.waiting: list[ModelRecord] = []
         """Models that the last plan left without an instance they want, in its order."""
@@ -151,6 +154,8 @@ class CapacityDesk:
         found = self._choices.place(self._fleet.nodes.values(), need, now, self._config, may_stop, claimed)
         if isinstance(found, NoPlace):
             self._no_place(model, found, now)
+            if model.num_live < model.spec.min_replicas:
+                model.wait_reason = self._copies.bring(model, need, found, now)
             return False
         model.unplaceable_since = None
         if self._is_patient(model, need, found, now):

@@ -5,10 +5,12 @@ from nearline.controller.agenda import Agenda
 from nearline.controller.capacity import CapacityDesk
 from nearline.controller.choices import LIVE, Choices
 from nearline.controller.config import CoreConfig
+from nearline.controller.copying import CopyDesk
 from nearline.controller.events import (
     AdapterAdded,
     AdapterRemoved,
     CheckpointImported,
+    CopyFailed,
     Event,
     FirstToken,
     InstanceChanged,
@@ -46,7 +48,10 @@ class ControllerCore:
         self._agenda = Agenda()
         self._requests = RequestDesk(self.fleet, config, self._agenda)
         self._machines = MachineDesk(self.fleet, config, self._agenda, self._requests)
-        self._capacity = CapacityDesk(self.fleet, config, self._agenda, self._requests, self._machines, choices)
+        self._copies = CopyDesk(self.fleet, config, self._agenda)
+        self._capacity = CapacityDesk(
+            self.fleet, config, self._agenda, self._requests, self._machines, choices, self._copies
+        )
         self._homes = HomeDesk(self.fleet, config, self._agenda)
         self._places = PlaceDesk(self.fleet, config, self._agenda, self._requests)
         self._foresight = ForesightDesk(self.fleet, config, self._agenda, self._machines, self._capacity)
@@ -90,7 +95,10 @@ class ControllerCore:
             case NodeLost(node_id):
                 self._machines.lost(node_id, now)
             case CheckpointImported(node_id, checkpoint):
+                self._copies.arrived(node_id, checkpoint.digest)
                 self._machines.imported(node_id, checkpoint)
+            case CopyFailed():
+                self._copies.failed(event, now)
             case PlanSolved():
                 self._agenda.is_plan_due = self._capacity.solved(event)
             case Woke():

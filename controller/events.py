@@ -89,6 +89,15 @@ class CheckpointImported:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """A copy that CopyCheckpoint asked for did not come about."""
+
+    node_id: NodeId
+    digest: Digest
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceChanged:
     node_id: NodeId
     status: InstanceStatus
@@ -141,6 +150,6 @@ class Woke:
 
 Event = (
     ModelAdded | ModelRemoved | AdapterAdded | AdapterRemoved | NodeJoined | NodeReported | NodeLost
-    | CheckpointImported | InstanceChanged | RequestArrived | RequestCancelled | FirstToken | SequenceEnded
-    | PlanSolved | Woke
+    | CheckpointImported | CopyFailed | InstanceChanged | RequestArrived | RequestCancelled | FirstToken
+    | SequenceEnded | PlanSolved | Woke
 )  # fmt: skip

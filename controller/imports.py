@@ -9,6 +9,8 @@ from urllib.parse import quote
 import aiohttp
 import structlog
 
+from nearline.controller.actions import CopyCheckpoint
+from nearline.controller.events import CopyFailed
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.policy.imports import copy_place, import_place, peer_urls
 from nearline.controller.shown import shown
@@ -62,6 +64,7 @@ class Imports:
         self._links = links
         self._next_id = next_id
         self._running: dict[TaskId, _Task] = {}
+        self._copies: set[asyncio.Task[None]] = set()
 
     async def run(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None
@@ -117,6 +120,30 @@ class Imports:
                 if isinstance(frame, ImportFinished):
                     self._check_copy(node_id, frame.checkpoint, checkpoint)
                 yield node_id, frame
+
+    def bring(self, action: CopyCheckpoint, tell: Callable[[CopyFailed], None]) -> None:
+        """Copy for the core, which hears of the end: of a good one from the node itself, of another one here."""
+        log.info("copy", digest=action.checkpoint.digest, node=action.node_id, reason=action.reason)
+        copying = asyncio.create_task(self._bring(action, tell), name=f"copy of {action.checkpoint.digest}")
+        self._copies.add(copying)
+        copying.add_done_callback(self._copies.discard)
+
+    async def _bring(self, action: CopyCheckpoint, tell: Callable[[CopyFailed], None]) -> None:
+        digest, node_id = action.checkpoint.digest, action.node_id
+        try:
+            async with aclosing(self.copy(action.checkpoint, node_id)) as frames:
+                async for _ in frames:
+                    pass
+        except Exception as error:
+            info = ErrorInfo.of(error)
+            log.warning("copy failed", digest=digest, node=node_id, code=info.code, error=info.message)
+            tell(CopyFailed(node_id, digest, info))
+
+    async def close(self) -> None:
+        """End the copies that nobody but the core waits for."""
+        for copying in self._copies:
+            copying.cancel()
+        await asyncio.gather(*self._copies, return_exceptions=True)
 
     def _check_copy(self, node_id: NodeId, found: CheckpointInfo, known: CheckpointInfo) -> None:
         """Hold what a node has copied against what is known of it: beyond weights and files, peers might say anything.

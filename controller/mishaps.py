@@ -3,7 +3,7 @@
 from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.protocol import FinishReason, InstanceState, InstanceStatus
-from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError
+from nearline.protocol.errors import ErrorInfo, Fault, InstanceFailed, NearlineError
 
 
 def outcome(action: do.Action) -> happened.Event | None:
@@ -18,5 +18,8 @@ def outcome(action: do.Action) -> happened.Event | None:
                 spec.instance_id, spec.model_id, spec.digest, InstanceState.FAILED, error=ErrorInfo.of(failed)
             )
             return happened.InstanceChanged(node_id, status)
+        case do.CopyCheckpoint(checkpoint, node_id):
+            error = Fault("the copy could not be asked of the node; the controller's log says why")
+            return happened.CopyFailed(node_id, checkpoint.digest, ErrorInfo.of(error))
         case _:
             return None

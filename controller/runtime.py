@@ -111,7 +111,7 @@ class Runtime:
             handle.end(StateUnavailable("the controller is stopping; try again", retry_after_s=1.0))
         self._handles.clear()
         self._links.close()
-        await self._solver.close()
+        await asyncio.gather(self._solver.close(), self._imports.close())
         if self._wake is not None:
             self._wake.cancel()
         if self._checks is not None:
@@ -275,8 +275,6 @@ class Runtime:
             if self._on_started is not None:
                 self._on_started(status.model_id, status.timings)
 
-    # ---- the one door to the core ----
-
     def _post(self, event: happened.Event) -> None:
         """Take an event through the core. Events that come out of its actions wait until it is done."""
         self._events.append(event)
@@ -340,6 +338,8 @@ class Runtime:
             case do.Preload(node_id, digest, reason):
                 log.info("preload", digest=digest, node=node_id, reason=reason)
                 self._links.send(node_id, Preload(digest))
+            case do.CopyCheckpoint():
+                self._imports.bring(action, self._post)
             case do.PrepareAdapter(instance_id, node_id, digest):
                 self._links.send(node_id, PrepareAdapter(instance_id, digest))
             case do.DeleteCheckpoint(digest) if self._janitor.num_registering:

@@ -75,12 +75,20 @@ def _model(model: ModelRecord, now: Seconds) -> Row:
         "digest": model.digest,
         "is_retired": model.is_retired,
         "num_replicas": model.num_live,
+        "num_missing": _num_missing(model),
+        "missing_because": (model.wait_reason or None) if _num_missing(model) else None,
         "num_running": model.num_running,
         "num_waiting": model.queue.num_waiting,
         "starved_s": None if model.starved_since is None else now - model.starved_since,
         "num_start_failures": model.num_start_failures,
         "prediction": _prediction(model),
     }
+
+
+def _num_missing(model: ModelRecord) -> int:
+    """Replicas that a model should have now and has not: of those it must have, and one if someone waits."""
+    least = max(model.spec.min_replicas, 1 if model.queue.num_waiting else 0)
+    return 0 if model.is_retired else max(0, least - model.num_live)
 
 
 def _prediction(model: ModelRecord) -> Row:

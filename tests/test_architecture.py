@@ -77,6 +77,7 @@ MINDS = {
         "janitor",
         "mishaps",
         "capacity",
+        "copying",
         "choices",
         "promises",
         "advice",

@@ -61,8 +61,25 @@ def queues_table(rows: Rows) -> RenderableType:
 
 
 def ps(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Show running instances."""
-    listed(lambda client: client.admin.list("instances"), instances_table, (url, api_key, as_json))
+    """Show running instances, and why replicas that should be there are not."""
+    with connected(url, api_key, as_json) as client:
+        fleet = client.admin.fleet()
+        if as_json:
+            print_json(fleet["instances"])
+            return
+        console.print(instances_table(fleet["instances"]))
+        for line in missing_lines(fleet["models"]):
+            console.print(line)
+
+
+def missing_lines(models: Rows) -> list[str]:
+    """Say of each model with too few replicas what the next one waits for."""
+    return [
+        f"{model['num_missing']} of {escape(model['id'])}'s replicas {'is' if model['num_missing'] == 1 else 'are'}"
+        f" missing: {escape(model['missing_because'] or 'it is being placed')}"
+        for model in models
+        if model.get("num_missing")
+    ]
 
 
 def nodes(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
@@ -107,6 +124,7 @@ def screen(fleet: dict[str, Any]) -> Group:
         f"[bold]nearline[/] {fleet['version']}   {models}, {num_up} of them up",
         "\n[bold]instances[/]",
         instances_table(fleet["instances"]),
+        *missing_lines(fleet["models"]),
         "\n[bold]queues[/]",
         queues_table(fleet["queues"]),
         "\n[bold]nodes[/]",

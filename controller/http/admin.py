@@ -133,17 +133,21 @@ class _Seen:
         self._nodes = snapshot["nodes"]
         self._states: defaultdict[str, list[str]] = defaultdict(list)
         self._num_waiting: Counter[str] = Counter()
+        self._missing: dict[str, tuple[int, str | None]] = {}
         self._adapters: defaultdict[str, list[str]] = defaultdict(list)
         for row in snapshot["instances"]:
             self._states[row["model"]].append(row["state"])
         for row in snapshot["models"]:
             self._num_waiting[row["id"]] += row["num_waiting"]
+            if row["num_missing"]:
+                self._missing[row["id"]] = (row["num_missing"], row["missing_because"])
         for adapter in door.registry.adapters.values():
             self._adapters[adapter.base_id].append(adapter.adapter_id)
 
     def of(self, spec: ModelSpec) -> dict[str, Any]:
         """Describe a model with what runs, and the nearest tier that holds all its bytes."""
         states = self._states.get(spec.model_id, [])
+        num_missing, because = self._missing.get(spec.model_id, (0, None))
         is_ready = "ready" in states
         return {
             **model_object(spec),
@@ -151,6 +155,8 @@ class _Seen:
             "tier": Tier.DEVICE.value if is_ready else _nearest_tier(self._nodes, spec).value,
             "num_instances": len(states),
             "num_waiting": self._num_waiting[spec.model_id],
+            "num_missing": num_missing,
+            "missing_because": because,
             "adapters": sorted(self._adapters.get(spec.model_id, [])),
         }
 

@@ -85,6 +85,27 @@ def place(
     return placement
 
 
+def copy_target(nodes: Iterable[NodeView], need: Need, busy: Collection[NodeId]) -> NodeId | None:
+    """Choose the node to which bytes should be copied so that `need` can start there at once: of those that have a
+    slot, memory and disk free and nothing else coming (`busy`), the one with most disk; ties by id."""
+    connected = [node for node in nodes if node.is_connected]
+    ranked = []
+    for node in connected:
+        is_new = not node.holds(need.digest) and node.node_id not in (*busy, *need.avoid)
+        if not is_new or node.report.ssd_free_bytes < need.num_bytes:
+            continue
+        devices = [d for d in node.report.devices if d.num_slots and (node.node_id, d.index) not in need.crowded]
+        if any(_can_hold(node, d, need) and _fits(node, d, need, []) for d in devices):
+            ranked.append((-node.report.ssd_free_bytes, node.node_id))
+    return min(ranked)[1] if ranked and any(_is_whole(node, need.digest) for node in connected) else None
+
+
+def _is_whole(node: NodeView, digest: Digest) -> bool:
+    """Whether a node can give a checkpoint to others."""
+    row = node.residency.get(digest)
+    return row is not None and row.ssd_bytes >= row.num_bytes
+
+
 def damage_s(instance: InstanceView, now: Seconds) -> Seconds:
     """Cost of stopping an instance: the time to bring it back, weighted down the longer nobody called it."""
     back_s = startup(instance.node, instance.spec.digest, instance.model.num_bytes, now).total_s

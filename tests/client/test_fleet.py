@@ -18,7 +18,10 @@ from tests.client.test_cli import nearline
 
 FLEET: dict[str, Any] = {
     "version": "9.9.9",
-    "models": [{"id": "m", "num_instances": 1}, {"id": "quiet", "num_instances": 0}],
+    "models": [
+        {"id": "m", "num_instances": 1, "num_missing": 0},
+        {"id": "quiet", "num_instances": 0, "num_missing": 2, "missing_because": "its node has no free slot"},
+    ],
     "instances": [
         {
             "id": "i-1", "model": "m", "state": "ready", "node": "n", "num_running": 3, "num_waiting": 0,
@@ -38,7 +41,7 @@ def test_top_into_a_pipe_shows_everything_once(server: Server) -> None:
     server.handler = fleet
     shown = nearline("top", url=server.url)
     assert shown.returncode == 0
-    for text in ("9.9.9", "2 models, 1 of them up", "i-1", "70/512", "nobody waits", "no nodes"):
+    for text in ("9.9.9", "2 models, 1 of them up", "i-1", "70/512", "nobody waits", "no nodes", "2 of quiet's replicas are missing: its node"):
         assert text in shown.stdout
     assert json.loads(nearline("top", "--json", url=server.url).stdout) == FLEET
 

@@ -1,0 +1,102 @@
+"""A replica that must be there gets its bytes brought to where it can run; why it is missing is said until then."""
+
+from typing import Any
+
+from nearline.controller import actions as do
+from nearline.controller import events as happened
+from nearline.controller.config import CoreConfig
+from nearline.controller.snapshot import snapshot
+from nearline.protocol import Digest, NodeId, Residency
+from nearline.protocol.errors import ErrorInfo, NodeLost
+from tests.controller.fleets import GB, World, checkpoint, model, report, world
+
+DIGEST = Digest("digest-of-a")
+LOST = ErrorInfo.of(NodeLost("the peer does not answer"))
+
+
+def missing(w: World) -> tuple[int, str]:
+    (row,) = snapshot(w.core.fleet, {}, w.now)["models"]
+    return row["num_missing"], row["missing_because"] or ""
+
+
+def two_wanted(**settings: Any) -> World:
+    """One slot on the node with the bytes, two replicas wanted."""
+    w = World(CoreConfig(start_backoff_s=2.0))
+    w.post(happened.ModelAdded(model("a", min_replicas=2, max_replicas=2, **settings)))
+    w.add_node(report("n1", digests=[DIGEST]))
+    w.start_all()
+    return w
+
+
+def test_the_bytes_are_copied_to_a_node_with_a_place_and_the_replica_starts_there() -> None:
+    w = two_wanted()
+    assert [action.node_id for action in w.take(do.EnsureInstance)] == ["n1"]
+    assert missing(w)[0] == 1
+    assert "no other node has a free slot" in missing(w)[1]
+    w.add_node(report("n2"))
+    (copy,) = w.take(do.CopyCheckpoint)
+    assert (copy.node_id, copy.checkpoint) == ("n2", checkpoint(DIGEST))
+    assert missing(w) == (1, "its bytes are being copied to n2")
+    w.post(happened.NodeReported(w.nodes[NodeId("n2")].full_report()))
+    assert w.take(do.CopyCheckpoint) == [], "one copy at a time"
+    w.post(happened.CheckpointImported(NodeId("n2"), checkpoint(DIGEST)))
+    assert [action.node_id for action in w.take(do.EnsureInstance)] == ["n2"]
+    assert missing(w) == (0, "")
+
+
+def test_a_copy_that_fails_is_tried_again_after_a_pause_and_its_error_is_told() -> None:
+    w = two_wanted()
+    w.add_node(report("n2"))
+    assert len(w.take(do.CopyCheckpoint)) == 1
+    w.post(happened.CopyFailed(NodeId("n2"), DIGEST, LOST))
+    assert "copying its bytes to n2 failed: the peer does not answer; the next try is in 2 s" in missing(w)[1]
+    w.sleep(1.9)
+    assert w.take(do.CopyCheckpoint) == []
+    w.sleep(0.2)
+    assert len(w.take(do.CopyCheckpoint)) == 1
+    w.post(happened.CopyFailed(NodeId("n2"), DIGEST, LOST))
+    w.sleep(3.9)
+    assert w.take(do.CopyCheckpoint) == [], "the pause has doubled"
+
+
+def test_bytes_go_only_where_a_replica_could_start_at_once() -> None:
+    w = two_wanted()
+    w.add_node(report("full", ssd_free_bytes=GB // 2))
+    w.add_node(report("small", dram_pool_bytes=GB // 2, devices=()))
+    assert w.take(do.CopyCheckpoint) == []
+    assert missing(w)[0] == 1
+    w.add_node(report("b", ssd_free_bytes=90 * GB))
+    assert [copy.node_id for copy in w.take(do.CopyCheckpoint)] == ["b"]
+
+
+def test_two_models_go_to_two_nodes_first_to_the_one_with_most_disk_left() -> None:
+    w = World()
+    w.add_node(report("n2", ssd_free_bytes=70 * GB))
+    w.add_node(report("n3", ssd_free_bytes=90 * GB))
+    for name in ("a", "b"):
+        w.add_node(report(f"home-of-{name}", digests=[f"digest-of-{name}"]))
+        w.post(happened.ModelAdded(model(name, min_replicas=2, max_replicas=2)))
+    assert [copy.node_id for copy in w.take(do.CopyCheckpoint)] == ["n3", "n2"]
+
+
+def test_a_queue_alone_has_nothing_copied() -> None:
+    w = world("a", "b")
+    w.add_node(report("n2"))
+    w.arrive("r1", "a")
+    w.start_all()
+    w.arrive("r2", "b")
+    assert w.take(do.CopyCheckpoint) == [], "a slot is free before the bytes were there"
+
+
+def test_bytes_that_no_connected_node_can_give_are_not_asked_for() -> None:
+    w = two_wanted()
+    w.disconnect(w.nodes[NodeId("n1")])
+    w.add_node(report("n2"))
+    assert w.take(do.CopyCheckpoint) == []
+    assert "none of 1 connected nodes holds checkpoint" in missing(w)[1]
+
+
+def test_what_is_partly_there_counts_as_not_there() -> None:
+    w = two_wanted()
+    w.add_node(report("n2", residency=(Residency(DIGEST, GB, GB // 2, 0),)))
+    assert [copy.node_id for copy in w.take(do.CopyCheckpoint)] == ["n2"]

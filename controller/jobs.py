@@ -125,7 +125,7 @@ class JobStore:
     async def submit(self, request: JobRequest) -> JobId:
         """Accept a job durably; the same idempotency key gives the same job.
 
-        Raises IdempotencyMismatch when that key came with another body, Overloaded, StateUnavailable.
+        Raises IdempotencyMismatch when that key came with another body, Overloaded, StateUnavailable, StorageFull.
         """
         job_id = f"job_{uuid.uuid4().hex}"
         keys = [*self._keys(job_id), self._state.key("jobs", "of", request.tenant)]

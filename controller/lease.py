@@ -19,10 +19,12 @@ local token = redis.call('INCR', KEYS[2])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return token
 """
-# After an outage the lease may have run out while nobody else took it: the fencing number then is still ours.
+# After an outage the lease may have run out while nobody else took it: the fencing number then is still ours. A server
+# whose memory is full takes PEXPIRE, not SET.
 RENEW = """
 local owner = redis.call('GET', KEYS[1])
-if owner == ARGV[1] or (not owner and redis.call('GET', KEYS[2]) == ARGV[3]) then
+if owner == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if not owner and redis.call('GET', KEYS[2]) == ARGV[3] then
   redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
   return 1
 end

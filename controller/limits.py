@@ -1,8 +1,8 @@
 """Limits of tenants that hold over all front doors together: requests and tokens per minute, requests at once.
 
 One script in Redis looks and counts in one step, by the server's own clock, so replicas and skewed clocks change
-nothing. The minute slides: it is exact, not a window that two bursts can share. While Redis is away nobody is held to a
-limit: a guard that fails must not stop everybody.
+nothing. The minute slides: it is exact, not a window that two bursts can share. While Redis is away or full nobody is
+held to a limit: a guard that fails must not stop everybody.
 """
 
 import math
@@ -16,7 +16,7 @@ import structlog
 from nearline.controller.redis_state import State
 from nearline.controller.token_limits import Reservation, TokenMeter
 from nearline.protocol import SloClass, TenantId
-from nearline.protocol.errors import RateLimited, StateUnavailable
+from nearline.protocol.errors import RateLimited, StateUnavailable, StorageFull
 
 LEASE_S = 900
 """A request that began this long ago no longer counts as running: its front door may have died."""
@@ -109,8 +109,8 @@ class Limits:
         try:
             args: list[str | int | float] = [entry, limit.per_minute, limit.at_once, LEASE_S * 1000]
             verdict, wait_ms = await state.run(ENTER, keys, args)
-        except StateUnavailable:
-            log.warning("limits are not held: the state store is away", tenant=tenant)
+        except (StateUnavailable, StorageFull):
+            log.warning("limits are not held: the state store is away or full", tenant=tenant)
             yield
             return
         if verdict != 1:
@@ -124,7 +124,7 @@ class Limits:
     async def _leave(self, state: State, key: str, entry: str) -> None:
         try:
             await state.run(LEAVE, [key], [entry])
-        except StateUnavailable:
+        except (StateUnavailable, StorageFull):
             log.warning("a finished request counts as running until its lease ends", lease_s=LEASE_S)
 
 

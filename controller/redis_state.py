@@ -8,7 +8,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from nearline.protocol.errors import StateUnavailable, StorageFull
 
@@ -24,6 +24,10 @@ NUM_FLUSH_LOOKS = 250
 
 DISK_FULL = (
     "the disk of the state store (Redis) is full or broken: it keeps what it has but takes no writes; free some space,"
+    " nothing needs a restart"
+)
+MEMORY_FULL = (
+    "the memory of the state store (Redis) is full: it keeps what it has but takes no writes; raise its maxmemory,"
     " nothing needs a restart"
 )
 
@@ -57,7 +61,7 @@ class State:
             await self.redis.ping()
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
-        """Run a Lua script atomically. Raises StateUnavailable."""
+        """Run a Lua script atomically. Raises StateUnavailable, StorageFull."""
         async with state_errors():
             return await self.redis.register_script(script)(keys=list(keys), args=list(args))
 
@@ -92,8 +96,8 @@ async def state_errors() -> AsyncIterator[None]:
         async with asyncio.timeout(ANSWER_LIMIT_S):
             yield
     except (RedisError, OSError, TimeoutError) as error:
-        if str(error).startswith("OOM"):
-            raise StorageFull(f"Redis is out of memory: {error}; raise its maxmemory") from error
+        if isinstance(error, OutOfMemoryError):
+            raise StorageFull(MEMORY_FULL) from error
         if "MISCONF" in str(error):
             raise StateUnavailable(DISK_FULL, retry_after_s=RETRY_AFTER_S) from error
         text = f"the state store (Redis) does not answer: {error or type(error).__name__}; try again"

@@ -67,10 +67,13 @@ class Registry:
         self.adapters = _parse(AdapterSpec, adapters)
 
     async def note_checkpoint(self, digest: Digest) -> None:
-        """Remember that these bytes are ours, before any name needs them. Raises StateUnavailable."""
+        """Remember that these bytes are ours, before any name needs them. Raises StateUnavailable, StorageFull.
+
+        What cannot be written is known until a restart, so that the janitor finds bytes which get no name now.
+        """
+        self.checkpoints.add(digest)
         async with state_errors():
             await self._state.redis.sadd(self._state.key("checkpoints"), digest)
-        self.checkpoints.add(digest)
 
     def resolve(self, name: str) -> Target:
         """Find what `name` means: a model's id, an adapter's id, or `base:adapter`. Raises ModelNotFound."""

@@ -14,7 +14,7 @@ import structlog
 
 from nearline.controller.redis_state import State
 from nearline.protocol import TenantId
-from nearline.protocol.errors import NearlineError, RateLimited, StateUnavailable
+from nearline.protocol.errors import NearlineError, RateLimited, StateUnavailable, StorageFull
 
 log = structlog.get_logger(__name__)
 
@@ -78,13 +78,13 @@ class TokenMeter:
     _state: State | None = None
 
     async def reserve(self, state: State, tenant: TenantId, limit: int, num_tokens: int) -> Reservation:
-        """Set tokens aside. Raises RateLimited with the time to come back; while Redis is away nobody is held."""
+        """Set tokens aside. Raises RateLimited with the time to come back. While Redis is away or full all go."""
         keys = (state.key("limit", "tokens", tenant), state.key("limit", "token_sum", tenant))
         entry = uuid.uuid4().hex
         try:
             wait_ms = int(await state.run(RESERVE, keys, [entry, num_tokens, limit]))
-        except StateUnavailable:
-            log.warning("token limits are not held: the state store is away", tenant=tenant)
+        except (StateUnavailable, StorageFull):
+            log.warning("token limits are not held: the state store is away or full", tenant=tenant)
             return Reservation()
         if wait_ms:
             wait_s = max(1, math.ceil(wait_ms / 1000))

@@ -17,7 +17,10 @@ async def test_a_list_of_models_takes_one_look_at_the_fleet(front: FrontDoor) ->
         row = {"dram_bytes": 0, "ssd_bytes": 1000}
         node = {"id": "n", "is_connected": True, "residency": {"c7": row}}
         instance = {"model": "m3", "state": "ready"}
-        waiting = [{"id": "m3", "num_waiting": 2}, {"id": "m3", "num_waiting": 1}]
+        waiting = [
+            {"id": "m3", "num_waiting": 2, "num_missing": 0, "missing_because": None},
+            {"id": "m3", "num_waiting": 1, "num_missing": 1, "missing_because": "no slot is free"},
+        ]
         return {"nodes": [node], "instances": [instance], "models": waiting, "queues": []}
 
     front.runtime.snapshot = snapshot  # type: ignore[method-assign,assignment]
@@ -26,6 +29,8 @@ async def test_a_list_of_models_takes_one_look_at_the_fleet(front: FrontDoor) ->
     found = {model["id"]: model for model in listed["data"]}
     assert len(found) == 52
     assert (found["m3"]["state"], found["m3"]["num_instances"], found["m3"]["num_waiting"]) == ("ready", 1, 3)
+    assert (found["m3"]["num_missing"], found["m3"]["missing_because"]) == (1, "no slot is free")
+    assert (found["m7"]["num_missing"], found["m7"]["missing_because"]) == (0, None)
     assert [found[name]["tier"] for name in ("m3", "m7", "m8")] == ["device", "ssd", "remote"]
     assert (found["tiny"]["adapters"], found["m7"]["adapters"]) == (["acme/pirate"], [])
 

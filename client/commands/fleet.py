@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 from typer import Option
 
 from nearline.client.commands.options import (
@@ -22,14 +21,15 @@ from nearline.client.commands.options import (
     megabytes,
     print_json,
 )
+from nearline.client.commands.tables import Listing
 from nearline.protocol.errors import StateUnavailable
 
 
 def instances_table(rows: Rows) -> RenderableType:
-    table = Table("INSTANCE", "MODEL", "STATE", "NODE", "RUNNING", "WAITING", "KV", "ADAPTERS", "IDLE UNTIL", box=None)
+    table = Listing("INSTANCE", "MODEL", "STATE", "NODE", "RUNNING", "WAITING", "KV", "ADAPTERS", "STOPS IN")
     for row in rows:
         expires = row.get("expires_in_s")
-        table.add_row(
+        table.add(
             row["id"], row["model"], row["state"], row["node"], str(row["num_running"]), str(row["num_waiting"]),
             f"{row['kv_tokens_used']}/{row['kv_tokens_total']}", str(row["num_adapters"]),
             "–" if expires is None else f"{expires:.0f} s",
@@ -38,11 +38,11 @@ def instances_table(rows: Rows) -> RenderableType:
 
 
 def nodes_table(rows: Rows) -> RenderableType:
-    table = Table("NODE", "DEVICES", "SLOTS", "PRE-WARMED", "DRAM FREE", "SSD FREE", "SSD", "DRAM", box=None)
+    table = Listing("NODE", "DEVICES", "SLOTS", "PRE-WARMED", "DRAM FREE", "SSD FREE", "SSD", "DRAM")
     for row in rows:
         free = f"{megabytes(row['dram_free_bytes'])} of {megabytes(row['dram_pool_bytes'])}"
         rates = {tier: f"{megabytes(rate)}/s" for tier, rate in row["bandwidths"].items()}
-        table.add_row(
+        table.add(
             row["id"], ", ".join(row["devices"]), f"{row['num_instances']}/{row['num_slots']}",
             str(row["num_prewarmed"]), free,
             megabytes(row["ssd_free_bytes"]), rates.get("ssd", "–"), rates.get("dram", "–"),
@@ -51,9 +51,9 @@ def nodes_table(rows: Rows) -> RenderableType:
 
 
 def queues_table(rows: Rows) -> RenderableType:
-    table = Table("MODEL", "CLASS", "WAITING", "TENANTS", "OLDEST", "DUE IN", "BECAUSE", box=None)
+    table = Listing("MODEL", "CLASS", "WAITING", "TENANTS", "OLDEST", "DUE IN", "BECAUSE")
     for row in rows:
-        table.add_row(
+        table.add(
             row["model"], row["slo_class"], str(row["num_waiting"]), str(row["num_tenants"]),
             f"{row['oldest_s']:.1f} s", f"{row['due_in_s']:.1f} s", row["reason"],
         )  # fmt: skip

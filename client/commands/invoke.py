@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 
 from nearline.client.commands.options import ApiKey, Json, Rows, Url, connected, console, listed, notices, print_json
+from nearline.client.commands.tables import Listing
 from nearline.client.commands.waterfall import waterfall
 from nearline.client.types import Output
 
@@ -165,9 +165,9 @@ def list_jobs(
 
 
 def _jobs_table(rows: Rows) -> RenderableType:
-    table = Table("JOB", "MODEL", "STATUS", "ATTEMPTS", box=None)
+    table = Listing("JOB", "MODEL", "STATUS", "ATTEMPTS")
     for row in rows:
-        table.add_row(row["id"], str(row.get("model")), row["status"], str(row.get("attempts", "")))
+        table.add(row["id"], str(row.get("model")), row["status"], str(row.get("attempts", "")))
     return table if rows else "no jobs"
 
 

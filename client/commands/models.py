@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
 from nearline.client.blocking import Client
 from nearline.client.commands.bulk import add_adapters
@@ -20,13 +18,13 @@ from nearline.client.commands.options import (
     connected,
     console,
     given,
-    in_words,
     listed,
     megabytes,
     notices,
     print_json,
 )
 from nearline.client.commands.settings import with_settings
+from nearline.client.commands.tables import Listing, described
 from nearline.protocol.errors import NearlineError, NodeLost
 
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
@@ -41,7 +39,7 @@ Quantize = Annotated[
         help="Store weights in 8 or 4 bits: fewer bytes to load and to read per token, a little precision lost."
     ),
 ]
-Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, an http(s) URL, or hub:org/name[@revision].")]
+Source = Annotated[str, typer.Argument(help="A directory, a .gguf file, an http(s) URL, or hub:org/name\\[@revision].")]
 
 
 @model.command("add")
@@ -84,7 +82,7 @@ def add_adapter(
     name: Annotated[str, typer.Argument(help="The name people will call; alone: a quoted pattern of directories.")],
     base: Annotated[str, typer.Option(help="The registered model it was trained on.")],
     source: Annotated[
-        str | None, typer.Argument(help="A PEFT directory, an http(s) URL, or hub:org/name[@revision].")
+        str | None, typer.Argument(help="A PEFT directory, an http(s) URL, or hub:org/name\\[@revision].")
     ] = None,
     replace: Replace = False,
     url: Url = None,
@@ -153,10 +151,11 @@ def list_models(url: Url = None, api_key: ApiKey = None, as_json: Json = False) 
 
 
 def _models_table(rows: Rows) -> RenderableType:
-    table = Table("MODEL", "STATE", "TIER", "SIZE", "DTYPE", "CONTEXT", "INSTANCES", box=None)
+    table = Listing("MODEL", "STATE", "TIER", "SIZE", "DTYPE", "CONTEXT", "INSTANCES")
     for row in rows:
         size, context = megabytes(row["num_bytes"]), str(row["max_context_tokens"])
-        table.add_row(row["id"], row["state"], row["tier"], size, row["dtype"], context, str(row["num_instances"]))
+        kept_as = row.get("quantization") or row["dtype"]
+        table.add(row["id"], row["state"], row["tier"], size, kept_as, context, str(row["num_instances"]))
     return table if rows else "no models; add one with: nearline model add NAME SOURCE"
 
 
@@ -167,9 +166,9 @@ def list_adapters(url: Url = None, api_key: ApiKey = None, as_json: Json = False
 
 
 def _adapters_table(rows: Rows) -> RenderableType:
-    table = Table("ADAPTER", "BASE", "RANK", "SIZE", box=None)
+    table = Listing("ADAPTER", "BASE", "RANK", "SIZE")
     for row in rows:
-        table.add_row(row["id"], row["base"], str(row["rank"]), megabytes(row["num_bytes"]))
+        table.add(row["id"], row["base"], str(row["rank"]), megabytes(row["num_bytes"]))
     return table if rows else "no adapters; add one with: nearline adapter add NAME SOURCE --base MODEL"
 
 
@@ -181,8 +180,8 @@ def show_model(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Jso
         if as_json:
             print_json(shown)
             return
-        for key, value in shown.items():
-            console.print(f"[dim]{key:>20}[/]  {escape(in_words(key, value))}")
+        for line in described(shown):
+            console.print(line)
 
 
 @model.command("rm")

@@ -12,7 +12,7 @@ from nearline.protocol.errors import InvalidRequest
 OPTIONS: dict[str, Any] = {
     "keep_alive_s": Annotated[
         float | None,
-        typer.Option("--keep-alive", help="Seconds an idle instance stays up; negative: for ever (default 300)."),
+        typer.Option("--keep-alive", help="Seconds an idle instance stays up; -1: for ever (default 300)."),
     ],
     "keep_alive_min_s": Annotated[
         float | None,

@@ -41,7 +41,15 @@ def test_top_into_a_pipe_shows_everything_once(server: Server) -> None:
     server.handler = fleet
     shown = nearline("top", url=server.url)
     assert shown.returncode == 0
-    for text in ("9.9.9", "2 models, 1 of them up", "i-1", "70/512", "nobody waits", "no nodes", "2 of quiet's replicas are missing: its node"):
+    for text in (
+        "9.9.9",
+        "2 models, 1 of them up",
+        "i-1",
+        "70/512",
+        "nobody waits",
+        "no nodes",
+        "2 of quiet's replicas are missing: its node",
+    ):
         assert text in shown.stdout
     assert json.loads(nearline("top", "--json", url=server.url).stdout) == FLEET
 

@@ -43,7 +43,7 @@ def adapter_directories(pattern: str) -> list[Path]:
 def add_adapters(client: Client, pattern: str, base: str, replace: bool, as_json: bool) -> None:
     """Register them one after another and say what became of each. Leaves with status 1 if any failed."""
     directories, result = adapter_directories(pattern), BulkResult()
-    with Progress(*_COLUMNS, console=notices, transient=True, disable=as_json) as progress:
+    with Progress(*_COLUMNS, console=notices, transient=True, disable=as_json or not notices.is_terminal) as progress:
         task = progress.add_task("", total=len(directories))
         for path in directories:
             progress.update(task, description=escape(path.name))

@@ -23,7 +23,7 @@ Temperature = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself; use no chat template.")]
 JobId = Annotated[str, typer.Argument(help="The id that `job submit` printed.")]
-Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds to wait at most.")]
+Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait at most.")]
 
 
 def invoke(
@@ -155,7 +155,7 @@ def cancel(job_id: JobId, url: Url = None, api_key: ApiKey = None, as_json: Json
 
 @job.command("list")
 def list_jobs(
-    limit: Annotated[int, typer.Option(help="Newest jobs to show.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="Newest jobs to show.")] = 20,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: Json = False,

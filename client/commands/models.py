@@ -114,7 +114,7 @@ def register(client: Client, kind: str, body: dict[str, Any], is_quiet: bool = F
 def followed(events: Iterable[dict[str, Any]], what: str, is_quiet: bool) -> dict[str, Any]:
     """Show the phases of long work as bars. Returns its result; raises NodeLost if it ends without one."""
     result: dict[str, Any] | None = None
-    with Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=is_quiet) as progress:
+    with Progress(*BAR, console=notices, disable=is_quiet or not notices.is_terminal) as progress:
         tasks: dict[str, TaskID] = {}
         for event in events:
             if not show_phase(progress, tasks, event):

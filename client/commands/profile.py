@@ -18,7 +18,7 @@ def profile(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json =
     The engine then cuts prompts by it, the controller tells waits by it, and `nearline simulate` can read it.
     """
     result: dict[str, Any] | None = None
-    bar = Progress(*BAR, console=notices, transient=not notices.is_terminal, disable=as_json)
+    bar = Progress(*BAR, console=notices, disable=as_json or not notices.is_terminal)
     with connected(url, api_key, as_json) as client, bar as progress:
         tasks: dict[str, TaskID] = {}
         for event in client.admin.profile(name):

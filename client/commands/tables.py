@@ -12,6 +12,8 @@ from nearline.client.commands.options import in_words
 
 _ANY_WIDTH = 100_000
 _INDENT = "  "
+_GAPS = (2, 1)
+"""Spaces between columns: what looks well, and what will do."""
 
 
 class Listing:
@@ -26,15 +28,16 @@ class Listing:
         self._rows.append(cells)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = self._table()
-        width = Measurement.get(console, options.update(width=_ANY_WIDTH), table).maximum
-        if width <= options.max_width or not console.is_terminal:
-            yield from console.render(table, options.update(width=width))
-        else:
-            yield Text("\n").join(self._records())
+        for gap in _GAPS:
+            table = self._table(gap)
+            width = Measurement.get(console, options.update(width=_ANY_WIDTH), table).maximum
+            if width <= options.max_width or not console.is_terminal:
+                yield from console.render(table, options.update(width=width))
+                return
+        yield Text("\n").join(self._records())
 
-    def _table(self) -> Table:
-        table = Table(*self._headings, box=None)
+    def _table(self, gap: int) -> Table:
+        table = Table(*self._headings, box=None, padding=(0, gap, 0, 0), pad_edge=False)
         for row in self._rows:
             table.add_row(*(Text(cell) for cell in row))
         return table

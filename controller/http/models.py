@@ -1,5 +1,6 @@
 """GET /v1/models and /v1/models/{id}: what may be called, adapters with their `parent`."""
 
+import re
 from typing import Any
 
 from aiohttp import web
@@ -8,7 +9,8 @@ from nearline.controller.http.door import door_of
 from nearline.controller.registry import Registry
 from nearline.protocol import AdapterSpec, ModelSpec
 
-_HUB = "hub:"
+_HUB = re.compile(r"(?:int[48]:|as-is:)?hub:(.+)")
+"""Such a source, with what was to be done with it in front."""
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
@@ -36,7 +38,8 @@ def _adapter(registry: Registry, spec: AdapterSpec) -> dict[str, Any]:
 
 def _public(source: str) -> str | None:
     """A source by the name the hub knows it by. Paths and addresses of ours are nobody's business who only calls."""
-    return source.removeprefix(_HUB) if source.startswith(_HUB) else None
+    found = _HUB.fullmatch(source)
+    return found[1] if found else None
 
 
 def _card(name: str, parent: str | None, spec: ModelSpec | AdapterSpec, limit: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def jobs() -> Listing:
     return listing
 
 
-@pytest.mark.parametrize("width", [10, 40, 80, 89])
+@pytest.mark.parametrize("width", [10, 40, 80, 96])
 def test_rows_that_do_not_fit_become_records_with_every_character(width: int) -> None:
     lines = printed(jobs(), width).splitlines()
     assert [line.split(maxsplit=1) for line in lines if line.strip()] == [
@@ -36,8 +36,9 @@ def test_rows_that_do_not_fit_become_records_with_every_character(width: int) ->
     ]  # fmt: skip
 
 
-def test_rows_that_fit_are_a_table() -> None:
-    heading, first, second = (line.split() for line in printed(jobs(), 110).splitlines())
+@pytest.mark.parametrize("width", [97, 100, 200])
+def test_rows_that_fit_are_a_table(width: int) -> None:
+    heading, first, second = (line.split() for line in printed(jobs(), width).splitlines())
     assert (heading, first[:2], second) == (["JOB", "MODEL", "STATUS"], [JOB, MODEL], ["job_2", "m", "queued"])
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -44,7 +45,7 @@ from nearline.protocol.frames import (
     Welcome,
 )
 
-STAND_IN = f"{sys.executable} {Path(__file__).with_name('stand_in_engine.py')}"
+STAND_IN = shlex.join((sys.executable, str(Path(__file__).with_name("stand_in_engine.py"))))
 TOKEN = "cluster-secret"
 WAIT_S = 90.0
 """Only ends a hang: what is waited for comes at once, or late on a busy machine."""
@@ -206,7 +207,13 @@ async def running_agent(
     """Start an agent and wait for its link; whatever happens, nothing of it is left."""
     token = data_dir.parent / "token"
     token.write_text(TOKEN + "\n")
-    command = [sys.executable, "-m", "nearline.node_agent", "--controller", f"http://{controller.host}:{controller.port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "nearline.node_agent",
+        "--controller",
+        f"http://{controller.host}:{controller.port}",
+    ]
     command += ["--data-dir", str(data_dir), "--token-file", str(token), "--pool-bytes", "64MiB", "--json-logs"]
     command += ["--engine-command", engine] if engine else []
     log_path = data_dir.parent / "agent.log"

@@ -76,5 +76,5 @@ def parse_json(raw: bytes, label: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{label}: not valid JSON ({error}); fetch the file again") from None
     if not isinstance(value, dict):
-        raise CheckpointCorrupt(f"{label}: expected a JSON object, found {type(value).__name__}")
+        raise CheckpointCorrupt(f"{label}: expected a JSON object, found {raw[:20].decode(errors='replace')!r}…")
     return value

@@ -16,7 +16,7 @@ from nearline.controller.service import ServiceConfig, serve
 from nearline.controller.tenants import Tenants, read_admin_key, read_key_file
 from nearline.protocol import TenantId
 from nearline.protocol.errors import NearlineError
-from nearline.protocol.options import CALLER_OPTIONS
+from nearline.protocol.options import CALLER_OPTIONS, within
 from nearline.protocol.stderr import Stderr
 
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nearline.controller", description="The front door of a fleet.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0 for other machines)")
-    add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
+    add("--port", type=within(int, 0, 65_535), default=8000, help="port to listen on (0: any free one)")
     add("--redis", required=True, metavar="URL", help="redis://host:port/db or unix:///path/to/socket")
     add("--key-prefix", default=DEFAULT_PREFIX, help="begin of every Redis key, one per deployment")
     add("--data-dir", required=True, type=Path, help="journal and cached tokenizers")
@@ -47,10 +47,16 @@ def _parser() -> argparse.ArgumentParser:
         repeated: dict[str, Any] = {"action": "append", "default": []} if option.is_repeatable else {}
         add(option.flag, metavar=option.metavar, help=option.help, **repeated)
     solver = "time for a better plan when models compete for slots; needs scipy beyond 7 models; 0: search alone"
-    add("--solver-limit", type=float, default=1.0, metavar="SECONDS", help=solver)
+    add("--solver-limit", type=within(float, 0, 3600), default=1.0, metavar="SECONDS", help=solver)
     add("--url-file", type=Path, help="write the address that was bound to this file")
-    add("--max-running-jobs", type=int, default=32, help="jobs run at once")
-    add("--result-ttl", type=float, default=86_400.0, metavar="SECONDS", help="how long job results are kept")
+    add("--max-running-jobs", type=within(int, 1, 10_000), default=32, help="jobs run at once")
+    add(
+        "--result-ttl",
+        type=within(float, 1, 1e9),
+        default=86_400.0,
+        metavar="SECONDS",
+        help="how long results are kept",
+    )
     add("--json-logs", action="store_true", help="one JSON object per log line")
     add("--check", action="store_true", help="only say whether these options will do")
     return parser

@@ -16,6 +16,7 @@ from nearline.node_agent.config import NodeConfig, check, parse_bytes
 from nearline.node_agent.devices import probe_hardware
 from nearline.protocol import Bytes
 from nearline.protocol.errors import NearlineError
+from nearline.protocol.options import within
 from nearline.protocol.stderr import Stderr
 
 POLICIES = ("fcfs", "shortest", "mlfq")
@@ -47,16 +48,43 @@ def _parser() -> argparse.ArgumentParser:
     add("--data-dir", required=True, type=Path, help="checkpoints, logs and the node's name; one agent per directory")
     add("--node-id", help="lasting name of this node (default: kept in the data directory, made up at first)")
     add("--host", default="127.0.0.1", help="address of the node's own HTTP (0.0.0.0 for other machines)")
-    add("--port", type=int, default=0, help="port of the node's own HTTP (0: any free one)")
+    add("--port", type=within(int, 0, 65_535), default=0, help="port of the node's own HTTP (0: any free one)")
     add("--pool-bytes", type=_size, metavar="SIZE", help="DRAM pool for checkpoints, e.g. 8GiB (default: 1/4 of RAM)")
     add("--ssd-budget", type=_size, metavar="SIZE", help="disk for checkpoints, e.g. 500GiB (default: what is free)")
-    add("--slots", type=int, help="instances per device (default: one per core, at most 8; one per GPU)")
-    add("--prewarm", type=int, metavar="N", help="idle engine processes kept per device (default: slots, at most 2)")
+    add(
+        "--slots",
+        type=within(int, 1, 1000),
+        metavar="N",
+        help="instances per device (default: one per core, at most 8; one per GPU)",
+    )
+    add(
+        "--prewarm",
+        type=within(int, 0, 1000),
+        metavar="N",
+        help="idle engine processes kept per device (default: slots, at most 2)",
+    )
     add("--kv-bytes", type=_size, metavar="SIZE", help="KV caches of all instances of a device (default: 1/8 of RAM)")
-    add("--max-running", type=int, default=32, help="sequences decoded at once per instance")
-    add("--hang-timeout", type=float, default=30.0, metavar="S", help="kill engines silent for this and long steps")
+    add(
+        "--max-running",
+        type=within(int, 1, 10_000),
+        default=32,
+        metavar="N",
+        help="sequences decoded at once per instance",
+    )
+    add(
+        "--hang-timeout",
+        type=within(float, 0.1, 86_400),
+        default=30.0,
+        metavar="S",
+        help="kill engines silent for this and long steps",
+    )
     add("--engine-policy", choices=POLICIES, help="in which order an engine's sequences run (default: fcfs)")
-    add("--tpot-ms", type=float, metavar="MS", help="target between tokens for which prompts are cut (default: 100)")
+    add(
+        "--tpot-ms",
+        type=within(float, 0.1, 1e6),
+        metavar="MS",
+        help="target between tokens for which prompts are cut (default: 100)",
+    )
     add("--merge", choices=MERGES, help="run adapters on weights they are merged into (default: never)")
     add(
         "--swap-bytes",

@@ -1,6 +1,11 @@
-"""Who may call and how much: options that `nearline up` and the controller both take, written once for both."""
+"""What command lines of different rooms share: options about callers, and how numbers are read."""
 
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,22 @@ class Option:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+
+def within(kind: type[N], least: N, most: N) -> Callable[[str], N]:
+    """A type for argparse: a number within bounds, which NaN never is."""
+
+    def read(text: str) -> N:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            what = "a whole number" if kind is int else "a number"
+            raise ArgumentTypeError(f"expected {what} from {least:g} to {most:g}, not {text[:60]!r}")
+        return value
+
+    return read
 
 
 API_KEY = Option("api_key", "NAME=KEY", "A tenant and its key; repeatable. Without any key everybody may call.")

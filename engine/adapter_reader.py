@@ -31,7 +31,8 @@ class AdapterRead:
 
 
 class AdapterReader:
-    """Owns two daemon threads. `on_done` is called from one whenever `finished` has something new."""
+    """Owns two daemon threads, and those that hang in a read given up. `on_done` is called from one whenever `finished`
+    has something new."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._on_done = on_done
@@ -40,12 +41,18 @@ class AdapterReader:
         self._finished: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
         self._wishes: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         self._wishes.put(USUAL_BYTES)
-        threading.Thread(target=self._work, name="adapter-reader", daemon=True).start()
+        self._reading: Digest | None = None
+        self._begin()
         threading.Thread(target=self._prepare, name="adapter-memory", daemon=True).start()
 
     def start(self, owner: object, digest: Digest, load: Load, lease_id: int = 0) -> None:
         """Queue a read. `load` runs in the thread, with memory to read into, and returns the bytes it took."""
         self._jobs.put((owner, digest, load, lease_id))
+
+    def give_up(self, digest: Digest) -> None:
+        """Let others read on beside a read that hangs. It ends as all do, if ever: `finished` tells of it late."""
+        if self._reading == digest:
+            self._begin()
 
     def finished(self) -> list[AdapterRead]:
         """Return the reads that have ended since the last call."""
@@ -54,9 +61,15 @@ class AdapterReader:
             reads.append(self._finished.get())
         return reads
 
+    def _begin(self) -> None:
+        self._reading = None
+        self._worker = threading.Thread(target=self._work, name="adapter-reader", daemon=True)
+        self._worker.start()
+
     def _work(self) -> None:
-        while True:
+        while self._worker is threading.current_thread():
             owner, digest, load, lease_id = self._jobs.get()
+            self._reading = digest
             started_at = time.monotonic()
             num_bytes, failure = 0, None
             try:
@@ -64,6 +77,8 @@ class AdapterReader:
             except Exception as error:
                 failure = ErrorInfo.of(error)
             load_s = time.monotonic() - started_at
+            if self._worker is threading.current_thread():
+                self._reading = None
             self._finished.put(AdapterRead(owner, digest, load_s, num_bytes, failure, lease_id))
             del owner, load  # let go of the model while waiting for the next job
             self._on_done()

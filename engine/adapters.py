@@ -160,6 +160,10 @@ class AdapterTable:
         """Whether an adapter is on the device, needed or not."""
         return digest in self._adapters and self._adapters[digest].state is AdapterState.READY
 
+    def is_placed(self, digest: Digest) -> bool:
+        """Whether an adapter is on the device or being read."""
+        return digest in self._adapters and self._adapters[digest].is_placed
+
     def pin(self, sequence: Sequence) -> None:
         """Keep the adapter of a sequence that starts on the device until the sequence ends."""
         adapter = self._of(sequence)

@@ -8,8 +8,8 @@ import logging
 import os
 import time
 
-from nearline.engine.adapter_reader import AdapterReader
-from nearline.engine.adapter_sources import AdapterSources
+from nearline.engine.adapter_reader import AdapterRead, AdapterReader
+from nearline.engine.adapter_sources import READ_LIMIT_S, AdapterSources
 from nearline.engine.adapters import FreeAdapter, ReadAdapter
 from nearline.engine.core import EngineLoad
 from nearline.engine.grammar_compiler import GrammarCompiler
@@ -18,7 +18,7 @@ from nearline.engine.link import AgentLink, LinkClosed
 from nearline.engine.profiler import Profiler
 from nearline.loader import MappedPool
 from nearline.protocol import FinishReason, ModelId, Seconds, SequenceUpdate, WireError
-from nearline.protocol.errors import ErrorInfo, InstanceFailed, Overloaded
+from nearline.protocol.errors import ErrorInfo, InstanceFailed, Overloaded, StartTimeout
 from nearline.protocol.frames import (
     Abort,
     AdapterBytes,
@@ -112,9 +112,10 @@ class EngineServer:
 
     def _patience_s(self) -> Seconds | None:
         """How long to wait for the agent before doing, or looking at, what nobody has asked for yet."""
-        instance = self._instance
+        instance, due = self._instance, self._sources.next_due
         is_busy = instance is not None and (instance.grammars.is_unprepared or instance.awaits_copies)
-        return IDLE_S if is_busy else None
+        waits = [IDLE_S] * is_busy + [max(0.0, at - time.monotonic()) for at in (due,) if at is not None]
+        return min(waits, default=None)
 
     def _prepare_grammars(self) -> None:
         """Read the vocabulary that structured output needs while nothing runs: it holds the interpreter for a while."""
@@ -158,12 +159,27 @@ class EngineServer:
                 self._link.send(ExtentsFree(read.lease_id))
             if instance is None or read.owner is not instance:
                 continue
-            if read.error is None:
-                instance.core.adapter_loaded(read.digest, read.num_bytes, time.monotonic())
-            else:
-                log.warning("adapter %s cannot be loaded: %s", read.digest, read.error.message)
-                self._updates += instance.core.adapter_failed(read.digest, read.error, time.monotonic())
-            self._link.send(AdapterLoaded(read.digest, read.load_s, read.num_bytes, read.error))
+            if self._sources.ended(read.digest):
+                self._take_in(instance, read)
+            elif not instance.core.adapters.is_placed(read.digest):
+                instance.free_adapter(read.digest)  # it came after it was given up, and nobody has asked again
+        if instance is None:
+            return
+        for digest in self._sources.overdue(time.monotonic()):
+            self._reader.give_up(digest)
+            text = (
+                f"adapter {digest} was not read within {READ_LIMIT_S:g} s: the disk of its node hangs or is overloaded"
+            )
+            late = StartTimeout(f"{text}; try again later")
+            self._take_in(instance, AdapterRead(instance, digest, READ_LIMIT_S, 0, ErrorInfo.of(late), lease_id=0))
+
+    def _take_in(self, instance: BoundInstance, read: AdapterRead) -> None:
+        if read.error is None:
+            instance.core.adapter_loaded(read.digest, read.num_bytes, time.monotonic())
+        else:
+            log.warning("adapter %s cannot be loaded: %s", read.digest, read.error.message)
+            self._updates += instance.core.adapter_failed(read.digest, read.error, time.monotonic())
+        self._link.send(AdapterLoaded(read.digest, read.load_s, read.num_bytes, read.error))
 
     def _tend_adapters(self, instance: BoundInstance) -> None:
         for action in instance.core.adapter_actions():
@@ -171,7 +187,7 @@ class EngineServer:
                 instance.free_adapter(action.digest)
                 self._link.send(AdapterEvicted(action.digest))
             else:
-                self._sources.read(action)
+                self._sources.read(action, time.monotonic())
         self._sources.settle()
 
     def _read_adapter(self, action: ReadAdapter, lent: AdapterBytes | None) -> None:

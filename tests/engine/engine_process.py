@@ -7,9 +7,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nearline.checkpoint_store import FRAME_READY, WEIGHTS_NAME, read_manifest
 from nearline.protocol import (
@@ -74,12 +74,14 @@ class Pool:
 class EngineUnderTest:
     """One process. `inbox` keeps every message it has sent; helpers wait for the one they need."""
 
+    PROGRAM: ClassVar[Sequence[str]] = ("-m", "nearline.engine")
+
     def __init__(self, *arguments: str) -> None:
         self.pool = Pool()
         self.ours, theirs = socket.socketpair()
         fds = (theirs.fileno(), self.pool.fd, self.pool.ready_fd)
         names = ("--socket-fd", "--pool-fd", "--ready-fd")
-        command = [sys.executable, "-m", "nearline.engine", "--device", "cpu", *arguments]
+        command = [sys.executable, *self.PROGRAM, "--device", "cpu", *arguments]
         command += [text for name, fd in zip(names, fds, strict=True) for text in (name, str(fd))]
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         self.process = subprocess.Popen(command, pass_fds=fds, env=os.environ | quiet, stderr=subprocess.PIPE)

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nearline.engine.adapter_sources import AdapterSources
+from nearline.engine.adapter_sources import READ_LIMIT_S, AdapterSources
 from nearline.engine.adapters import ReadAdapter
 from nearline.protocol import Digest, Extent
 from nearline.protocol.frames import AdapterBytes, AdapterWanted, ExtentsFree
@@ -33,8 +33,8 @@ def test_what_is_lent_before_the_read_serves_it_and_no_other() -> None:
     ends = Ends()
     ends.sources.know(A, is_pooled=True)
     ends.sources.offer(lent(A, 1))
-    ends.sources.read(READ)
-    ends.sources.read(READ)
+    ends.sources.read(READ, 0.0)
+    ends.sources.read(READ, 0.0)
     assert ends.started == [(READ, lent(A, 1))]
     assert ends.told == [AdapterWanted(A)]
 
@@ -47,7 +47,7 @@ def test_what_no_read_begins_with_is_given_back() -> None:
     ends.sources.offer(lent(B, 2))
     assert ends.told == []
     ends.sources.settle()
-    ends.sources.read(READ)
+    ends.sources.read(READ, 0.0)
     assert ends.told == [ExtentsFree(1), ExtentsFree(2), AdapterWanted(A)]
     assert ends.started == []
 
@@ -56,7 +56,7 @@ def test_a_read_waits_for_the_answer_and_goes_to_the_directory_if_there_are_no_e
     ends = Ends()
     for digest in (A, B):
         ends.sources.know(digest, is_pooled=True)
-        ends.sources.read(ReadAdapter(digest, "/store"))
+        ends.sources.read(ReadAdapter(digest, "/store"), 0.0)
     ends.sources.offer(lent(A, 1))
     ends.sources.offer(AdapterBytes(B, (), 0))
     assert ends.started == [(ReadAdapter(A, "/store"), lent(A, 1)), (ReadAdapter(B, "/store"), None)]
@@ -67,7 +67,7 @@ def test_a_read_waits_for_the_answer_and_goes_to_the_directory_if_there_are_no_e
 def test_what_the_agent_does_not_keep_in_the_pool_is_read_from_its_directory() -> None:
     ends = Ends()
     ends.sources.know(A, is_pooled=False)
-    ends.sources.read(READ)
+    ends.sources.read(READ, 0.0)
     assert (ends.started, ends.told) == ([(READ, None)], [])
 
 
@@ -75,11 +75,43 @@ def test_an_answer_that_comes_after_the_instance_has_gone_starts_nothing_and_is_
     """Without an instance no step is taken, and nothing settles."""
     ends = Ends()
     ends.sources.know(A, is_pooled=True)
-    ends.sources.read(READ)
+    ends.sources.read(READ, 0.0)
     ends.sources.unbound()
     ends.sources.offer(lent(A, 1))
     assert ends.started == []
     assert ends.told == [AdapterWanted(A), ExtentsFree(1)]
+
+
+def test_a_read_that_nobody_answers_is_given_up_and_a_late_answer_is_given_back() -> None:
+    ends = Ends()
+    ends.sources.know(A, is_pooled=True)
+    assert ends.sources.next_due is None
+    ends.sources.read(READ, 5.0)
+    due = 5.0 + READ_LIMIT_S
+    assert ends.sources.next_due == due
+    assert ends.sources.overdue(due - 0.1) == []
+    assert ends.sources.overdue(due) == [A]
+    assert (ends.sources.overdue(due), ends.sources.next_due) == ([], None)
+    ends.sources.offer(lent(A, 1))
+    ends.sources.settle()
+    assert ends.started == []
+    assert ends.told == [AdapterWanted(A), ExtentsFree(1)]
+    ends.sources.read(READ, due)
+    ends.sources.offer(lent(A, 2))
+    assert ends.started == [(READ, lent(A, 2))], "asked for again it is read"
+
+
+def test_a_read_under_way_is_given_up_too_and_its_end_comes_too_late() -> None:
+    ends = Ends()
+    ends.sources.read(READ, 0.0)
+    ends.sources.read(ReadAdapter(B, "/store/b"), 1.0)
+    assert ends.sources.ended(B)
+    assert not ends.sources.ended(B)
+    assert ends.sources.overdue(READ_LIMIT_S) == [A]
+    assert not ends.sources.ended(A)
+    ends.sources.read(READ, 0.0)
+    ends.sources.unbound()
+    assert ends.sources.overdue(READ_LIMIT_S) == []
 
 
 class SourcesMachine(RuleBasedStateMachine):
@@ -91,7 +123,7 @@ class SourcesMachine(RuleBasedStateMachine):
         super().__init__()
         self.ends = Ends()
         self.offered: dict[int, Digest] = {}
-        self.num_reads = 0
+        self.now = 0.0
 
     @rule(digest=st.sampled_from(DIGESTS), is_pooled=st.booleans())
     def know(self, digest: Digest, is_pooled: bool) -> None:
@@ -106,7 +138,13 @@ class SourcesMachine(RuleBasedStateMachine):
 
     @rule(digest=st.sampled_from(DIGESTS))
     def read(self, digest: Digest) -> None:
-        self.ends.sources.read(ReadAdapter(digest, digest))
+        self.ends.sources.read(ReadAdapter(digest, digest), self.now)
+
+    @rule(seconds=st.sampled_from([1.0, READ_LIMIT_S / 2, READ_LIMIT_S]))
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for digest in self.ends.sources.overdue(self.now):
+            assert not self.ends.sources.ended(digest)
 
     @rule()
     def settle(self) -> None:

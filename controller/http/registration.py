@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -23,12 +23,43 @@ from nearline.protocol import (
     SloClass,
     to_plain,
 )
-from nearline.protocol.errors import AdapterMismatch, InvalidRequest, ModelNotFound, NameTaken, NearlineError
-from nearline.protocol.frames import ImportFinished
+from nearline.protocol.errors import (
+    AdapterMismatch,
+    Cancelled,
+    InvalidRequest,
+    ModelNotFound,
+    NameTaken,
+    NearlineError,
+)
+from nearline.protocol.frames import ImportFinished, ImportProgress
 
 log = structlog.get_logger(__name__)
 
 Event = dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A registration until its name can be called. Once `is_publishing` it is completed; before, a removal ends it."""
+
+    kind: CheckpointKind
+    is_publishing: bool = False
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+        """Await this unless the name is removed meanwhile: then the work is cancelled. Raises Cancelled."""
+        doing, removing = asyncio.create_task(work), asyncio.create_task(self.removed.wait())
+        try:
+            await asyncio.wait({doing, removing}, return_when=asyncio.FIRST_COMPLETED)
+            if self.removed.is_set():
+                raise Cancelled(
+                    f"{shown(name)} was removed while it was being registered; add it again if it is wanted"
+                )
+            return await doing
+        finally:
+            for task in (doing, removing):
+                task.cancel()
+            await asyncio.gather(doing, removing, return_exceptions=True)
 
 
 class Registrar:
@@ -38,7 +69,7 @@ class Registrar:
     """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._names: dict[str, _UnderWay] = {}
         self._changes: set[asyncio.Task[Event]] = set()
         self._turn = asyncio.Lock()
 
@@ -51,34 +82,36 @@ class Registrar:
             base_of(door, body)
 
     async def events(self, door: Door, body: ModelBody | AdapterBody) -> AsyncGenerator[Event, None]:
-        """Yield progress, then the registered object: it may be called from then on. Leaving early cancels."""
+        """Yield progress, then the registered object: it may be called from then on. Leaving early cancels, and so does
+        a removal of the name."""
         self.check(door, body)
-        self._names.add(body.name)
+        if isinstance(body, ModelBody):
+            kind, base_digest = CheckpointKind.MODEL, None
+        else:
+            kind, base_digest = CheckpointKind.ADAPTER, base_of(door, body).checkpoint.digest
+        under_way = self._names[body.name] = _UnderWay(kind)
         keeping = ExitStack()
         keeping.enter_context(door.runtime.registering())
         try:
-            if isinstance(body, ModelBody):
-                kind, base_digest = CheckpointKind.MODEL, None
-            else:
-                kind, base_digest = CheckpointKind.ADAPTER, base_of(door, body).checkpoint.digest
             checkpoint = None
             async with aclosing(door.runtime.import_checkpoint(kind, _source(body), base_digest)) as updates:
-                async for update in updates:
+                while (update := await under_way.wait(_next(updates), body.name)) is not None:
                     if isinstance(update, ImportFinished):
                         checkpoint = update.checkpoint
                         break
                     yield {"phase": update.phase, "done_bytes": update.done_bytes, "total_bytes": update.total_bytes}
             if checkpoint is None:
                 raise NearlineError("the import ended without a checkpoint; see the node agent's log")
-            await door.registry.note_checkpoint(checkpoint.digest)
-            await door.texts.preload(checkpoint)
+            await under_way.wait(_prepare(door, checkpoint), body.name)
+            under_way.is_publishing = True
             if isinstance(body, ModelBody):
                 yield await self._complete(_keeping_bytes(door, _publish_model(door, body, checkpoint)))
             else:
                 yield await self._complete(_keeping_bytes(door, _publish_adapter(door, body, checkpoint)))
         finally:
             keeping.close()
-            self._names.discard(body.name)
+            if self._names.get(body.name) is under_way:
+                del self._names[body.name]
 
     async def change_model(self, door: Door, name: ModelId, body: ModelPatch) -> Event:
         """Raises ModelNotFound, or InvalidRequest for limits that contradict each other."""
@@ -86,11 +119,38 @@ class Registrar:
 
     async def remove_model(self, door: Door, name: ModelId) -> Event:
         """Raises ModelNotFound, or InvalidRequest while adapters stand on it."""
-        return await self._complete(_remove_model(door, name))
+        return await self._remove(name, CheckpointKind.MODEL, lambda: _remove_model(door, name))
 
     async def remove_adapter(self, door: Door, name: ModelId) -> Event:
         """Raises ModelNotFound."""
-        return await self._complete(_remove_adapter(door, name))
+        return await self._remove(name, CheckpointKind.ADAPTER, lambda: _remove_adapter(door, name))
+
+    async def _remove(
+        self, name: ModelId, kind: CheckpointKind, remove: Callable[[], Coroutine[Any, Any, Event]]
+    ) -> Event:
+        """Take a name away, and with it a registration that would bring it back."""
+        was_under_way = self._is_under_way(name, kind)
+        try:
+            removed = await self._complete(remove())
+        except ModelNotFound:
+            if self._cancel(name, kind):
+                return {"id": name, "object": kind.value, "deleted": True}
+            if not was_under_way:
+                raise
+            return await self._complete(remove())  # it was registered since
+        self._cancel(name, kind)
+        return removed
+
+    def _is_under_way(self, name: str, kind: CheckpointKind) -> bool:
+        return name in self._names and self._names[name].kind is kind
+
+    def _cancel(self, name: str, kind: CheckpointKind) -> bool:
+        """End a registration that has not begun to publish its name, which is free at once. False: there is none."""
+        if not self._is_under_way(name, kind) or self._names[name].is_publishing:
+            return False
+        self._names.pop(name).removed.set()
+        log.info("registration_cancelled", name=name, kind=kind.value)
+        return True
 
     async def _complete(self, change: Coroutine[Any, Any, Event]) -> Event:
         task = asyncio.create_task(self._in_turn(change))
@@ -102,6 +162,19 @@ class Registrar:
         """One change after the other: a setting changed while its model is removed must not bring it back."""
         async with self._turn:
             return await change
+
+
+async def _next(
+    updates: AsyncGenerator[ImportProgress | ImportFinished, None],
+) -> ImportProgress | ImportFinished | None:
+    """The next word of an import; None: it has said its last."""
+    return await anext(updates, None)
+
+
+async def _prepare(door: Door, checkpoint: CheckpointInfo) -> None:
+    """Have ready what a name needs before it can be called."""
+    await door.registry.note_checkpoint(checkpoint.digest)
+    await door.texts.preload(checkpoint)
 
 
 async def _keeping_bytes(door: Door, change: Coroutine[Any, Any, Event]) -> Event:

@@ -1,0 +1,85 @@
+"""A name that is removed while it is being registered: the registration ends, and nothing of it comes back."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.controller.http.conftest import FrontDoor, checkpoint, until
+
+ADAPTER = {"name": "new", "base": "tiny", "source": "/slow"}
+MODEL = {"name": "new", "source": "/slow"}
+
+
+async def delete(front: FrontDoor, path: str) -> tuple[int, Any]:
+    async with front.session.delete(front.url + path) as response:
+        return response.status, await response.json()
+
+
+async def begin(front: FrontDoor, kind: str, body: dict[str, Any]) -> "asyncio.Task[Any]":
+    """A registration whose import has begun and goes on until `front.runtime.import_gate` opens."""
+    front.runtime.imports["/slow"] = checkpoint("d8")
+    front.runtime.import_gate.clear()
+    asking = asyncio.create_task(front.post(f"/admin/{kind}s", body))
+    await until(lambda: bool(front.runtime.begun_imports))
+    return asking
+
+
+@pytest.mark.parametrize(("kind", "body"), [("model", MODEL), ("adapter", ADAPTER)])
+async def test_removing_a_name_that_is_being_registered_cancels_its_import(
+    front: FrontDoor, kind: str, body: dict[str, Any]
+) -> None:
+    asking = await begin(front, kind, body)
+    other = "adapter" if kind == "model" else "model"
+    assert (await delete(front, f"/admin/{other}s/new"))[0] == 404, "no such thing has that name, or will"
+    assert not asking.done()
+    assert await delete(front, f"/admin/{kind}s/new") == (200, {"id": "new", "object": kind, "deleted": True})
+    status, answer, _ = await asking
+    assert (status, answer["error"]["code"]) == (499, "cancelled")
+    assert "'new' was removed while it was being registered" in answer["error"]["message"]
+    assert front.runtime.closed_imports == ["/slow"]
+    assert (await delete(front, f"/admin/{kind}s/new"))[0] == 404
+    front.runtime.import_gate.set()
+    assert (await front.post(f"/admin/{kind}s", body))[0] == 201, "the name is free"
+    assert front.runtime.num_registering == 0
+
+
+async def test_removing_a_name_that_is_being_replaced_ends_both(front: FrontDoor) -> None:
+    front.runtime.imports["/old"] = checkpoint("d7")
+    assert (await front.post("/admin/models", {"name": "new", "source": "/old"}))[0] == 201
+    front.runtime.begun_imports.clear()
+    asking = await begin(front, "model", MODEL | {"replace": True})
+    assert (await delete(front, "/admin/models/new"))[0] == 200
+    assert (await asking)[0] == 499
+    assert "new" not in front.runtime.models
+    assert "new" not in front.door.registry.models
+
+
+async def test_a_removal_that_is_refused_leaves_the_replacement_alone(front: FrontDoor) -> None:
+    asking = await begin(front, "model", {"name": "tiny", "source": "/slow", "replace": True})
+    assert (await delete(front, "/admin/models/tiny"))[0] == 400, "adapters stand on it"
+    assert not asking.done()
+    front.runtime.import_gate.set()
+    await asking
+
+
+async def test_a_name_that_is_just_being_written_is_removed_after_that(front: FrontDoor) -> None:
+    is_writing, go_on = asyncio.Event(), asyncio.Event()
+    put = front.door.registry.put_model
+
+    async def slow(spec: Any) -> None:
+        is_writing.set()
+        await go_on.wait()
+        await put(spec)
+
+    front.door.registry.put_model = slow  # type: ignore[method-assign]
+    front.runtime.imports["/m"] = checkpoint("d9")
+    adding = asyncio.create_task(front.post("/admin/models", {"name": "new", "source": "/m"}))
+    await is_writing.wait()
+    removing = asyncio.create_task(delete(front, "/admin/models/new"))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    assert (await adding)[0] == 201
+    assert (await removing)[0] == 200
+    assert "new" not in front.runtime.models
+    assert "new" not in front.door.registry.models

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -124,7 +125,9 @@ def _check_port(config: PlatformConfig) -> None:
             socket.create_server((config.host, config.port)).close()
         except OSError as error:
             where = f"{config.host}:{config.port}"
-            raise InvalidRequest(f"cannot listen on {where}: {error.strerror}; choose another --port") from None
+            why = (error.strerror or str(error)).partition(" (while")[0]  # what follows is in Python's words
+            cure = "--port" if error.errno == errno.EADDRINUSE else "--host or --port"
+            raise InvalidRequest(f"cannot listen on {where}: {why}; choose another {cure}") from None
 
 
 async def _start(platform: Platform, child: Child, is_up: Callable[[], bool]) -> None:

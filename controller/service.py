@@ -195,7 +195,8 @@ async def _listen(site: web.TCPSite, config: ServiceConfig) -> None:
         if error.errno == errno.EADDRINUSE:
             text = f"port {config.port} on {config.host} is in use; stop what listens there or choose another --port"
         else:
-            text = f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            text = f"cannot listen on {config.host}:{config.port}: {why}; choose another --host or --port"
         raise InvalidRequest(text) from None
 
 

@@ -1,6 +1,7 @@
 """One node agent from start to stop: directory, store, HTTP and runtime, opened in order and closed in reverse."""
 
 import asyncio
+import os
 import signal
 
 import structlog
@@ -38,8 +39,10 @@ async def run_agent(config: NodeConfig) -> None:
             try:
                 port = await http.start(config.host, config.port)
             except OSError as error:
-                reason = f"cannot listen on {config.host}:{config.port} ({error.strerror})"
-                raise InvalidRequest(f"{reason}; free the port or choose another --port (0 picks one)") from None
+                # asyncio adds words of Python; an address that cannot be found has a number of its own
+                why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+                reason = f"cannot listen on {config.host}:{config.port} ({why})"
+                raise InvalidRequest(f"{reason}; free it or choose another --host or --port (0 picks one)") from None
             try:
                 identity = NodeIdentity(node_id(config.data_dir, config.node_id), config.host, port)
                 runtimes.append(NodeRuntime(config, hardware, store, identity))

@@ -32,8 +32,25 @@ def test_a_busy_port_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         refused = run_up(tmp_path / "d", "--port", str(port))
     assert refused.returncode == 1
-    assert str(port) in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert f"127.0.0.1:{port}: Address already in use; choose another --port" in refused.stderr
+
+
+@pytest.mark.parametrize("module", ["nearline", "nearline.controller", "nearline.node_agent"])
+def test_an_address_that_cannot_be_had_is_named_in_plain_words(
+    tmp_path: Path, platform: RunningPlatform, module: str
+) -> None:
+    own = {
+        "nearline": ("up",),
+        "nearline.controller": ("--redis", f"unix://{platform.data_dir}/run/valkey.sock", "--key-prefix", "other"),
+        "nearline.node_agent": ("--controller", platform.url, "--pool-bytes", "64MiB"),
+    }
+    command = [sys.executable, "-m", module, *own[module], "--data-dir", str(tmp_path / "d"), "--host", "192.0.2.1"]
+    refused = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert "192.0.2.1" in refused.stderr
+    assert "Cannot assign requested address" in refused.stderr
+    assert "choose another --host or --port" in refused.stderr
+    assert "attempting" not in refused.stderr
 
 
 def test_a_data_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ WIDE = 400
 
 CURES = {
     "invalid_api_key": f"give your key with --api-key or {API_KEY_VARIABLE}",
+    "permission_denied": f"give that with --api-key or {API_KEY_VARIABLE}",
 }
 """What a person at this command can do about an error that the platform words for every kind of caller."""
 

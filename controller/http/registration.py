@@ -271,7 +271,8 @@ def check_limits(limits: ModelBody | ModelSpec) -> None:
     """Raises InvalidRequest for limits that contradict each other."""
     if limits.min_replicas > limits.max_replicas:
         raise InvalidRequest(
-            f"min_replicas {limits.min_replicas} is more than max_replicas {limits.max_replicas}", param="min_replicas"
+            f"min_replicas {limits.min_replicas} is more than max_replicas {limits.max_replicas}; raise that, too",
+            param="min_replicas",
         )
     least_s = limits.keep_alive_min_s
     if least_s is not None and 0 <= limits.keep_alive_s < least_s:

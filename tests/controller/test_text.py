@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,15 @@ async def test_tools_choose_their_template_and_no_template_names_the_cure(tiny_t
     assert len(await text.encode_chat(TALK, [{"type": "function"}], None)) == 2
     with pytest.raises(InvalidRequest, match=r"chat_template\.jinja"):
         await TextModel(files_of(tiny_tokenizer_json)).encode_chat(TALK, None, None)
+
+
+async def test_a_template_that_cannot_render_is_told_by_its_line_without_a_word_of_python() -> None:
+    template = ChatTemplate("{# one #}\n{{ messages[0].content.parts[0].nothing + 3 }}", {})
+    with pytest.raises(InvalidRequest) as refused:
+        await template.render(TALK)
+    assert "cannot render these messages (line 2 of the template)" in refused.value.message
+    assert not {"Error", "object", "attribute", "str"} & set(re.findall(r"\w+", refused.value.message))
+    assert refused.value.param == "messages"
 
 
 @pytest.mark.parametrize(("add_bos", "first"), [(True, 256), (False, 97), (None, 97)])

@@ -85,6 +85,9 @@ class MachineDesk:
         error = ErrorInfo.of(NodeLost(f"node {node_id} is gone"))
         for instance in list(node.instances.values()):
             self._gone(instance, error, now, is_blamed=False)
+        for model in self._fleet.models.values():
+            if model.preloading_on == node_id:
+                model.preloading_on = None
         del self._fleet.nodes[node_id]
         self._agenda.is_plan_due = True
 

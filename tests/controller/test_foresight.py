@@ -72,6 +72,23 @@ def test_models_that_wait_for_a_slot_are_read_into_dram_meanwhile_one_at_a_time(
     assert [p.digest for p in w.take(do.Preload)] == ["digest-of-c"]
 
 
+def test_what_was_read_ahead_on_a_node_that_is_gone_is_read_on_the_next_one() -> None:
+    w = world("a", "b")
+    w.arrive("r", "a")
+    w.start_all()
+    w.token("r")
+    w.arrive("s", "b")
+    assert [(p.node_id, p.digest) for p in w.take(do.Preload)] == [("n1", "digest-of-b")]
+    w.disconnect(next(iter(w.nodes.values())))
+    w.sleep(w.config.node_grace_s + 1)
+    node = w.add_node(report("n2", digests=["digest-of-a"]))
+    w.start_all()
+    w.sleep(2)
+    node.report = report("n2", digests=["digest-of-a", "digest-of-b"])
+    w.post(happened.NodeReported(node.full_report()))
+    assert [(p.node_id, p.digest) for p in w.take(do.Preload)] == [("n2", "digest-of-b")]
+
+
 def replicas(config: CoreConfig, num_slots: int = 1) -> World:
     w = World(config)
     w.post(happened.ModelAdded(model("a", max_replicas=2, keep_alive_s=-1.0)))

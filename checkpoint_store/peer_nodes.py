@@ -56,9 +56,8 @@ class Peers:
         answers: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
 
         def ask(url: str) -> None:
-            view = memoryview(bytearray(_MAX_SMALL_BYTES))
             try:
-                answers.put((url, bytes(view[: self._receive(f"{url}/{self._base}/files/{MANIFEST_NAME}", view)])))
+                answers.put((url, bytes(self._receive(f"{url}/{self._base}/files/{MANIFEST_NAME}", None))))
             except Exception as error:
                 answers.put((url, error))
 
@@ -89,7 +88,7 @@ class Peers:
 
     def small_file(self, name: str) -> bytes:
         """Fetch a text file whole."""
-        return bytes(self._ask(f"files/{urllib.parse.quote(name)}", memoryview(bytearray(_MAX_SMALL_BYTES)), 0))
+        return bytes(self._ask(f"files/{urllib.parse.quote(name)}", None, 0))
 
     def chunk(self, index: int, view: memoryview, digest: str) -> None:
         """Fetch one chunk into `view`, which is as long, from whichever peer gives the right bytes."""
@@ -102,8 +101,10 @@ class Peers:
             "verify the model there"
         )
 
-    def _ask(self, path: str, view: memoryview, first: int) -> memoryview:
-        """Ask peers in turn, from the one of number `first` on, going on within a broken answer."""
+    def _ask(self, path: str, view: memoryview | None, first: int) -> memoryview:
+        """Ask peers in turn, from the one of number `first` on, going on within a broken answer.
+
+        With None for a view it is a small file, whatever its size."""
         reason = "; ".join(self._gone.values())
         for _ in range(_NUM_ROUNDS):
             num_asked = num_missing = 0
@@ -113,7 +114,7 @@ class Peers:
                     continue
                 num_asked += 1
                 try:
-                    return view[: self._receive(f"{peer}/{self._base}/{path}", view)]
+                    return self._receive(f"{peer}/{self._base}/{path}", view)
                 except (OSError, http.client.HTTPException, _Refused) as error:
                     reason = f"{peer}: {_reason(error)}"
                     num_missing += isinstance(error, _Refused) and error.status == http.client.NOT_FOUND
@@ -126,16 +127,19 @@ class Peers:
             time.sleep(_RETRY_S)
         raise SourceUnavailable(f"no peer gives {path} of {self._base}: {reason}; what is here is kept, copy again")
 
-    def _receive(self, url: str, view: memoryview) -> Bytes:
-        done, total = 0, len(view)
+    def _receive(self, url: str, view: memoryview | None) -> memoryview:
+        done = total = 0
         while True:
             headers = self._headers | ({"Range": f"bytes={done}-"} if done else {})
             before = done
             try:
                 with _Answer(url, headers) as answer:
                     total = done + answer.length
-                    if total > len(view):
-                        raise http.client.HTTPException(f"it gives {total} bytes where {len(view)} were expected")
+                    most = _MAX_SMALL_BYTES if view is None else len(view)
+                    if total > most:
+                        raise http.client.HTTPException(f"it gives {total} bytes where {most} were expected")
+                    if view is None:
+                        view = memoryview(bytearray(total))
                     while got := answer.read_into(view[done:total]):
                         done += got
             except TimeoutError:
@@ -143,8 +147,8 @@ class Peers:
             except (OSError, http.client.HTTPException):
                 if done == before:
                     raise
-            if done == total:
-                return done
+            if view is not None and done == total:
+                return view[:done]
             if done == before:
                 raise http.client.IncompleteRead(b"", total - done)
 

@@ -11,7 +11,6 @@ import os
 import queue
 import re
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -83,50 +82,55 @@ def _fetch_weights(peers: Peers, manifest: Manifest, path: Path, reporter: Repor
             done += _size(manifest, index)
         else:
             missing.put(index)
-    arrived: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     threads = ThreadPoolExecutor(_NUM_PULLERS, thread_name_prefix="nearline-peer")
     try:
         num_missing = missing.qsize()
         pullers = [threads.submit(_pull, peers, manifest, descriptor, missing, arrived) for _ in range(_NUM_PULLERS)]
         for _ in range(num_missing):
-            while arrived.empty() and not any(p.done() and p.exception() for p in pullers):
-                time.sleep(0.002)
-            if arrived.empty():
+            num_bytes = arrived.get()
+            if num_bytes is None:
                 break
-            done += arrived.get()
+            done += num_bytes
             reporter.progress("copying", done, manifest.num_bytes)
         for puller in pullers:
             puller.result()
         os.fsync(descriptor)
     finally:
-        while not missing.empty():
-            missing.get()
+        _drop(missing)
         threads.shutdown()
         os.close(descriptor)
 
 
 def _pull(
     peers: Peers, manifest: Manifest, descriptor: int, missing: "queue.SimpleQueue[int]",
-    arrived: "queue.SimpleQueue[Bytes]",
+    arrived: "queue.SimpleQueue[Bytes | None]",
 ) -> None:  # fmt: skip
-    buffer = memoryview(bytearray(manifest.chunk_bytes))
-    while True:
-        try:
-            index = missing.get_nowait()
-        except queue.Empty:
-            return
-        view = buffer[: _size(manifest, index)]
-        try:
+    """Fetch chunks until none is missing. Each is told to `arrived`, or None when it fails: its error is its result."""
+    try:
+        buffer = memoryview(bytearray(manifest.chunk_bytes))
+        while True:
+            try:
+                index = missing.get_nowait()
+            except queue.Empty:
+                return
+            view = buffer[: _size(manifest, index)]
             peers.chunk(index, view, manifest.chunk_digests[index])
-        except BaseException:
-            while not missing.empty():  # the others need not go on
-                missing.get()
-            raise
-        written = 0
-        while written < len(view):
-            written += os.pwrite(descriptor, view[written:], index * manifest.chunk_bytes + written)
-        arrived.put(len(view))
+            written = 0
+            while written < len(view):
+                written += os.pwrite(descriptor, view[written:], index * manifest.chunk_bytes + written)
+            arrived.put(len(view))
+    except BaseException:
+        _drop(missing)  # the others need not go on
+        arrived.put(None)
+        raise
+
+
+def _drop(missing: "queue.SimpleQueue[int]") -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            missing.get_nowait()
 
 
 def _chunks_here(path: Path, manifest: Manifest) -> list[bool]:

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -71,6 +72,23 @@ def num_connections(server: socket.socket) -> int:
         except BlockingIOError:
             return count
         count += 1
+
+
+def test_small_files_take_the_memory_they_need_however_many_peers_there_are(node: Node) -> None:
+    peers = Peers(DIGEST, [f"{node.url}/node-{number}" for number in range(16)])
+    tracemalloc.start()
+    try:
+        assert (peers.meet(), peers.small_file("config.json")) == (b"live", b"live")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_small_file_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+    monkeypatch.setattr(peer_nodes, "_MAX_SMALL_BYTES", 3)
+    monkeypatch.setattr(peer_nodes, "_RETRY_S", 0.0)
+    with pytest.raises(SourceUnavailable, match="4 bytes where 3 were expected"):
+        Peers(DIGEST, [node.url]).small_file("config.json")
 
 
 def refusing() -> str:

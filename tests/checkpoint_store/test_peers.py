@@ -1,5 +1,7 @@
 """Chunks from peers: what is right is taken, what is wrong or torn is not, what is here is not fetched again."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -133,6 +135,19 @@ def test_a_copy_that_broke_off_fetches_only_what_is_missing(root: Path, serve: C
     copy(root, other)
     assert sorted(index for index, _ in other.asked) == [6, 7, 8]
     assert weights(root, peer) == (peer.directory / "model.safetensors").read_bytes()
+
+
+def test_a_disk_that_fails_meanwhile_ends_the_copy(
+    root: Path, serve: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = serve()
+
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="the disk fails"):
+        copy(root, peer)
 
 
 def test_a_part_that_rotted_meanwhile_is_fetched_again(root: Path, serve: Callable[..., Peer]) -> None:

@@ -22,6 +22,7 @@ from nearline.controller.events import (
     PlanSolved,
     RequestArrived,
     RequestCancelled,
+    RequestRejected,
     SequenceEnded,
     Woke,
 )
@@ -82,6 +83,8 @@ class ControllerCore:
                 self._requests.arrived(info, now)
             case RequestCancelled(request_id, num_generated):
                 self._requests.cancelled(request_id, num_generated, now)
+            case RequestRejected(request_id, num_generated):
+                self._requests.rejected(request_id, num_generated)
             case FirstToken(request_id, attempt):
                 self._requests.first_token(request_id, attempt, now)
             case SequenceEnded():

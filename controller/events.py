@@ -117,6 +117,14 @@ class RequestCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRejected:
+    """The outcome of Reject: how many tokens its caller has got, of all attempts together."""
+
+    request_id: RequestId
+    num_generated: int
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """First token of one attempt: the instance did not die of this request."""
 
@@ -150,6 +158,6 @@ class Woke:
 
 Event = (
     ModelAdded | ModelRemoved | AdapterAdded | AdapterRemoved | NodeJoined | NodeReported | NodeLost
-    | CheckpointImported | CopyFailed | InstanceChanged | RequestArrived | RequestCancelled | FirstToken
-    | SequenceEnded | PlanSolved | Woke
+    | CheckpointImported | CopyFailed | InstanceChanged | RequestArrived | RequestCancelled | RequestRejected
+    | FirstToken | SequenceEnded | PlanSolved | Woke
 )  # fmt: skip

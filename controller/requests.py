@@ -9,7 +9,7 @@ from nearline.controller.policy import admission
 from nearline.controller.policy.prediction import bucket_of
 from nearline.controller.policy.scaling import is_beside_replica
 from nearline.controller.policy.waiting import MIN_ANSWERS, Wait
-from nearline.controller.queues import RequestRecord
+from nearline.controller.queues import RequestRecord, VirtualQueue
 from nearline.controller.state import Fleet, InstanceRecord, ModelRecord
 from nearline.protocol import FinishReason, RequestId, Seconds
 from nearline.protocol.errors import (
@@ -34,6 +34,8 @@ class RequestDesk:
         self._config = config
         self._agenda = agenda
         self._num_arrivals = 0
+        self._unsettled: dict[RequestId, tuple[RequestRecord, VirtualQueue]] = {}
+        """Rejected after they had run: their callers know how many tokens they got, and will say so."""
 
     def arrived(self, info: RequestInfo, now: Seconds) -> None:
         """Hold a request for its model's current version, or reject it."""
@@ -84,11 +86,19 @@ class RequestDesk:
     def cancelled(self, request_id: RequestId, num_generated: int, now: Seconds) -> None:
         """End a request that nobody waits for any more; its place is free at once."""
         request = self._fleet.requests.get(request_id)
-        if request is not None:
-            self._fleet.model_of(request).queue.settle(request, num_generated)
-            self._fleet.promises.given_up(request, now)
-            self._abort(request, "cancelled by the caller")
-            self._end(request, now)
+        if request is None:
+            self.rejected(request_id, num_generated)  # both at once: its caller will say nothing more
+            return
+        self._fleet.model_of(request).queue.settle(request, num_generated)
+        self._fleet.promises.given_up(request, now)
+        self._abort(request, "cancelled by the caller")
+        self._end(request, now)
+
+    def rejected(self, request_id: RequestId, num_generated: int) -> None:
+        """Correct what the tenant of a rejected request was charged."""
+        if request_id in self._unsettled:
+            request, queue = self._unsettled.pop(request_id)
+            queue.settle(request, num_generated)
 
     def first_token(self, request_id: RequestId, attempt: int, now: Seconds) -> None:
         request = self._running(request_id, attempt)
@@ -117,6 +127,7 @@ class RequestDesk:
         """End the request, or hold it again if its end was the instance's fault. Stale attempts change nothing."""
         request = self._running(event.request_id, event.attempt)
         if request is None or request.instance_id is None:
+            self.rejected(event.request_id, event.num_generated)
             return
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             model, held_s = self._fleet.model_of(request), request.held_s + now - request.dispatched_at
@@ -233,6 +244,8 @@ class RequestDesk:
 
     def _reject(self, request: RequestRecord, error: ErrorInfo, reason: str, now: Seconds) -> None:
         self._fleet.promises.refused(request)
+        if request.charged_tokens is not None:
+            self._unsettled[request.info.request_id] = (request, self._fleet.model_of(request).queue)
         self._agenda.do(Reject(request.info.request_id, error, reason))
         self._end(request, now)
 

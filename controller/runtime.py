@@ -375,9 +375,10 @@ class Runtime:
         self._post(happened.RequestCancelled(request_id, len(handle.generated_token_ids)))
 
     def _end(self, request_id: RequestId, error: NearlineError) -> None:
-        handle = self._handles.pop(request_id, None)
-        if handle is not None:
+        if (handle := self._handles.pop(request_id, None)) is not None:
             handle.end(error)
+            if handle.attempt:
+                self._post(happened.RequestRejected(request_id, len(handle.generated_token_ids)))
 
     def _set_wake(self, delay_s: Seconds) -> None:
         if self._wake is not None:

@@ -31,6 +31,7 @@ from nearline.controller.events import (
     PlanSolved,
     RequestArrived,
     RequestCancelled,
+    RequestRejected,
     SequenceEnded,
     Woke,
 )
@@ -143,7 +144,12 @@ class Simulation:
         call = self._calls.pop(request_id, None)
         if call is not None:
             call.end = CANCELLED
-            self.post(RequestCancelled(request_id))
+            request = self.core.fleet.requests.get(request_id)
+            if request is not None and request.instance_id is not None:
+                instance = self.core.fleet.instances[request.instance_id]
+                node = self.nodes[instance.node.node_id]
+                call.num_generated = node.num_generated(request.instance_id, request_id) or call.num_generated
+            self.post(RequestCancelled(request_id, call.num_generated))
 
     def _schedule_loss(self) -> None:
         loss = next(self._losses, None)
@@ -239,7 +245,9 @@ class Simulation:
             case Preload(node_id, digest):
                 self._frames.append((self.nodes[node_id].preload, (digest,)))
             case Reject(request_id, error):
-                self._calls.pop(request_id).end = error.code
+                call = self._calls.pop(request_id)
+                call.end = error.code
+                self._frames.append((self.post, (RequestRejected(request_id, call.num_generated),)))
             case WakeAt(at):
                 self.schedule(at - self.now, self._wake)
             case PrepareAdapter() | DeleteCheckpoint() | CopyCheckpoint():

@@ -114,6 +114,8 @@ class World:
         self.open: dict[RequestId, int] = {}
         self.ended: dict[RequestId, str] = {}
         self.errors: dict[RequestId, ErrorInfo] = {}
+        self.generated: dict[RequestId, int] = {}
+        """Tokens that came to a request's caller, over all attempts."""
         self.actions: list[Action] = []
         self.journal: list[tuple[Event, float]] = []
         self.wake_at: float | None = None
@@ -160,11 +162,24 @@ class World:
         self.post(happened.RequestArrived(request))
 
     def cancel(self, request_id: str) -> None:
-        self._end(RequestId(request_id), "cancelled")
-        self.post(happened.RequestCancelled(RequestId(request_id)))
+        name = RequestId(request_id)
+        self._end(name, "cancelled")
+        self.post(happened.RequestCancelled(name, self.generated.get(name, 0)))
 
     def token(self, request_id: str) -> None:
-        self.post(happened.FirstToken(RequestId(request_id), self.open[RequestId(request_id)]))
+        name = RequestId(request_id)
+        self.generate(name, 1)
+        self.post(happened.FirstToken(name, self.open[name]))
+
+    def generate(self, request_id: str, num_tokens: int) -> None:
+        """Bring tokens to a request's caller, of which the core hears in the end."""
+        name = RequestId(request_id)
+        self.generated[name] = self.generated.get(name, 0) + num_tokens
+
+    def _brought(self, request_id: RequestId) -> int:
+        """Tokens of an answer that its engine ends: three, unless more came."""
+        self.generated[request_id] = max(3, self.generated.get(request_id, 0))
+        return self.generated[request_id]
 
     def finish(self, request_id: str, error: ErrorInfo | None = None) -> None:
         """The engine ends a sequence: by itself, or with an error."""
@@ -174,7 +189,7 @@ class World:
         if error is None:
             self._end(name, "finished")
         reason = FinishReason.STOP if error is None else FinishReason.ERROR
-        self.post(happened.SequenceEnded(name, attempt, reason, 3, error))
+        self.post(happened.SequenceEnded(name, attempt, reason, self._brought(name), error))
         self._stop_if_drained(instance)
 
     def move(self, instance: FakeInstance, state: InstanceState, error: ErrorInfo | None = None) -> None:
@@ -213,7 +228,7 @@ class World:
         """The drain time is over: the agent aborts what still runs, then stops the instance."""
         for name, attempt in list(instance.sequences.items()):
             del instance.sequences[name]
-            self.post(happened.SequenceEnded(name, attempt, FinishReason.CANCELLED, 3))
+            self.post(happened.SequenceEnded(name, attempt, FinishReason.CANCELLED, self._brought(name)))
         self._stop_if_drained(instance)
 
     def sleep(self, seconds: float) -> None:
@@ -260,6 +275,7 @@ class World:
             case do.Reject(request_id, error):
                 self._end(request_id, error.code)
                 self.errors[request_id] = error
+                self._events.append(happened.RequestRejected(request_id, self.generated.get(request_id, 0)))
             case do.Dispatch(request_id, instance_id, node_id, attempt):
                 self._submit(self.nodes[node_id], instance_id, request_id, attempt)
             case do.AbortSequence(request_id, instance_id, node_id):

@@ -1,6 +1,7 @@
 """`nearline replay`: a journal in short, or why one of its requests waited, told by the core that decided it."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -174,4 +175,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has seen enough: end without a word
     sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ import difflib
 import gc
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -220,4 +221,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has seen enough: end without a word
     sys.exit(main(sys.argv[1:]))

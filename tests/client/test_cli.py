@@ -232,3 +232,38 @@ def test_up_refuses_options_before_anything_starts(tmp_path: Path, option: str, 
     assert "valkey" not in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "data").exists()
+
+
+def piped(reader: str, *arguments: str, url: str = "http://127.0.0.1:9") -> tuple[int, str]:
+    """The status of a command whose output goes where a shell sends it, and what it said on stderr."""
+    command = f'"$0" -m nearline "$@" {reader}'
+    environment = {"NEARLINE_URL": url, "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    line = ["/bin/bash", "-o", "pipefail", "-c", command, sys.executable, *arguments]
+    done = subprocess.run(line, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          env=environment, timeout=60)  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("model", "list"), ("model", "list", "--json"), ("simulate", "--seconds", "5")])
+def test_an_output_that_nobody_reads_ends_the_command_without_a_word(
+    server: Server, arguments: tuple[str, ...]
+) -> None:
+    async def listed(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [ROW] * 2000})
+
+    server.handler = listed
+    status, said = piped("| true", *arguments, url=server.url)
+    assert status != 0
+    assert "Traceback" not in said
+    assert "roken pipe" not in said
+
+
+def test_an_output_that_cannot_be_written_says_so_in_one_line(server: Server) -> None:
+    async def listed(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [ROW]})
+
+    server.handler = listed
+    for arguments in (("model", "list"), ("model", "list", "--json")):
+        told = piped("> /dev/full", *arguments, url=server.url)
+        assert told == (1, "error: cannot write the output: No space left on device\n")
+    assert piped(">&-", "model", "list", url=server.url) == (0, ""), "closed on purpose"

@@ -71,7 +71,7 @@ def show(path: Path, num_lines: int, follow: bool) -> None:
     try:
         _write(last_lines(file, num_lines))
         while follow:
-            is_replaced = path.exists() and not os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            is_replaced = _is_replaced(path, file)
             if data := file.read():
                 _write(data.decode(errors="replace"))
             elif is_replaced:
@@ -81,6 +81,14 @@ def show(path: Path, num_lines: int, follow: bool) -> None:
                 time.sleep(POLL_S)
     finally:
         file.close()
+
+
+def _is_replaced(path: Path, file: BinaryIO) -> bool:
+    """Whether another file stands where this one was; for a moment none may."""
+    try:
+        return not os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _write(text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nearline.client.commands.logs import last_lines, log_files
+from nearline.client.commands.logs import last_lines, log_files, show
 from tests.client.conftest import Server
 from tests.client.test_cli import nearline
 
@@ -102,3 +102,23 @@ def test_following_goes_on_in_the_file_that_takes_the_place_of_a_full_one(data_d
         assert process.stdout.readline() == "five\n"
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
+
+
+def test_following_outlasts_the_moment_in_which_a_full_file_is_gone_and_the_next_not_there_yet(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, stat = data_dir / "logs" / "controller.log", Path.stat
+    looks = iter(["there", "gone", "there again"])
+
+    def looked_at(self: Path, **options: bool) -> os.stat_result:
+        look = next(looks) if self == path else ""
+        if look == "gone":
+            raise FileNotFoundError(path)
+        if look == "there again":
+            raise KeyboardInterrupt
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", looked_at)
+    with pytest.raises(KeyboardInterrupt):
+        show(path, 1, follow=True)
+    assert capsys.readouterr().out == "three\n"

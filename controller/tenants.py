@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nearline.protocol import TenantId
 from nearline.protocol.errors import Forbidden, Unauthorized
+from nearline.protocol.secret_files import read_secret, read_text
 
 DEFAULT_TENANT = TenantId("default")
 
@@ -33,9 +34,14 @@ class Tenants:
             found.append((_digest(key), TenantId(name)))
         return cls(tuple(found), _digest(admin_key) if admin_key else None)
 
+    @property
+    def is_open(self) -> bool:
+        """Nobody has to show a key."""
+        return not self.by_digest
+
     def authenticate(self, authorization: str | None) -> TenantId:
         """Name the tenant of an Authorization header. Raises Unauthorized."""
-        if not self.by_digest:
+        if self.is_open:
             return DEFAULT_TENANT
         digest = _bearer_digest(authorization)
         found = None
@@ -61,7 +67,7 @@ class Tenants:
 def read_key_file(path: Path) -> list[str]:
     """Read `NAME=KEY` lines; empty lines and lines that begin with # are skipped. Raises ValueError for another line,
     and for a file without any: it would open the door to everybody."""
-    lines = [line.strip() for line in _read(path, "--api-key-file").splitlines()]
+    lines = [line.strip() for line in read_text(path, "--api-key-file").splitlines()]
     pairs = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
     if not pairs:
         raise ValueError(f"--api-key-file {path} holds no key; write one NAME=KEY per line")
@@ -73,19 +79,8 @@ def read_key_file(path: Path) -> list[str]:
 
 
 def read_admin_key(path: Path) -> str:
-    """Read the only key that may administer. Raises ValueError for a file without one, and for one with several."""
-    key = _read(path, "--admin-key-file").strip()
-    if not key or len(key.splitlines()) > 1:
-        raise ValueError(f"--admin-key-file {path} must hold one line, the key")
-    return key
-
-
-def _read(path: Path, flag: str) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"cannot read {flag} {path}: {why}") from None
+    """Read the only key that may administer. Raises InvalidRequest for a file without one, and for one with several."""
+    return read_secret(path, "--admin-key-file")
 
 
 def _bearer_digest(authorization: str | None) -> bytes:

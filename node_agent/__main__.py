@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from nearline.node_agent.devices import probe_hardware
 from nearline.protocol import Bytes
 from nearline.protocol.errors import NearlineError
 from nearline.protocol.options import within
+from nearline.protocol.secret_files import cluster_token
 from nearline.protocol.stderr import Stderr
 
 POLICIES = ("fcfs", "shortest", "mlfq")
@@ -113,7 +113,7 @@ def _config(options: argparse.Namespace) -> NodeConfig:
         kv_bytes=options.kv_bytes,
         max_running=options.max_running,
         hang_timeout_s=options.hang_timeout,
-        token=_token(options.token_file),
+        token=cluster_token(options.token_file, "--token-file"),
     )
     wished = (
         ("--policy", options.engine_policy),
@@ -126,12 +126,6 @@ def _config(options: argparse.Namespace) -> NodeConfig:
     if options.engine_command:
         config = replace(config, engine_command=tuple(shlex.split(options.engine_command)))
     return config
-
-
-def _token(path: Path | None) -> str | None:
-    if path is None:
-        return os.environ.get("NEARLINE_CLUSTER_TOKEN") or None
-    return path.read_text().strip() or None
 
 
 def _size(text: str) -> Bytes:

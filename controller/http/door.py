@@ -18,7 +18,8 @@ from nearline.protocol import Slo, SloClass, TenantId
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The front door's neighbours. `heartbeat_s` is how often a waiting stream shows a sign of life."""
+    """The front door's neighbours. `heartbeat_s` is how often a waiting stream shows a sign of life;
+    `is_loopback` says that only this machine can reach us."""
 
     runtime: Runtime
     registry: Registry
@@ -30,6 +31,7 @@ class Door:
     tenants: Tenants = field(default_factory=Tenants)
     limits: Limits = field(default_factory=Limits)
     heartbeat_s: float = 3.0
+    is_loopback: bool = True
 
 
 @dataclass(frozen=True, slots=True)

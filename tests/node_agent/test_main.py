@@ -38,7 +38,7 @@ main._configure_logging(options.json_logs)
 def fail(config, token):
     raise RuntimeError("it broke")
 try:
-    fail(main._config(options), main._token(options.token_file))
+    fail(main._config(options), main.cluster_token(options.token_file, "--token-file"))
 except RuntimeError:
     structlog.get_logger().exception("broken")
     structlog.get_logger().info("config", config=main._config(options))
@@ -58,6 +58,21 @@ def test_a_data_dir_that_cannot_be_is_named_with_the_cure(tmp_path: Path) -> Non
     done = start("--data-dir", str(tmp_path / "file" / "node"))
     assert done.returncode == 1
     assert "--data-dir" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", ["node_agent", "controller"])
+def test_an_empty_token_opens_no_door(tmp_path: Path, module: str) -> None:
+    """As a crash or a full disk left it."""
+    (tmp_path / "token").write_text("")
+    needed = {
+        "node_agent": ["--controller", "http://127.0.0.1:9", "--token-file"],
+        "controller": ["--redis", "unix:///none", "--node-token-file"],
+    }
+    command = [sys.executable, "-m", f"nearline.{module}", "--data-dir", str(tmp_path / "d"), *needed[module]]
+    done = subprocess.run([*command, str(tmp_path / "token")], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'token'} is empty" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -103,7 +103,7 @@ def _hang_up_after(url: str, model: str, is_streaming: bool, seconds: float) -> 
 
     address = urlparse(url)
     body = json.dumps({"prompt": "go on", "max_tokens": 100_000, "ignore_eos": True, "stream": is_streaming}).encode()
-    head = f"POST /v1/functions/{model}/invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/functions/{model}/invocations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
         connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(seconds)

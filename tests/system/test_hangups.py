@@ -33,7 +33,7 @@ def leave(platform: RunningPlatform, model: str, after_s: float, is_streamed: bo
     host, port = platform.url.removeprefix("http://").split(":")
     options = {"max_tokens": 150, "ignore_eos": True, "temperature": 0, "stream": is_streamed} | options
     data = json.dumps({"model": model, "prompt": PROMPT} | options).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     with socket.create_connection((host, int(port))) as client:
         client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         time.sleep(after_s)
@@ -110,7 +110,7 @@ def test_those_who_leave_while_they_wait_are_never_run(platform: RunningPlatform
     sockets = []
     host, port = platform.url.removeprefix("http://").split(":")
     data = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "n": 8}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     for _ in range(12):
         sockets.append(socket.create_connection((host, int(port))))
         sockets[-1].sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)

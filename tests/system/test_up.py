@@ -75,6 +75,15 @@ def test_it_leaves_no_process_socket_or_shared_memory(tmp_path: Path, tiny_model
     assert not [path for path in data.rglob("*") if path.is_socket()]
 
 
+def test_a_token_that_a_crash_left_empty_is_named_and_nobody_let_in(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "node.token").write_text("")
+    refused = run_up(tmp_path / "data", "--port", "0")
+    assert refused.returncode == 1
+    assert "node.token is empty" in refused.stderr
+    assert "delete it" in refused.stderr
+
+
 def test_its_children_die_with_it_even_by_kill_9(tmp_path: Path) -> None:
     platform = start_platform(tmp_path / "data")
     platform.wait_ready()

@@ -101,7 +101,7 @@ async def serve(door: Door, runtime: ScriptedRuntime) -> AsyncIterator[FrontDoor
     host, port = runner.addresses[0][:2]
     worker = JobWorker(door.state, door.jobs, lambda job, started: run_job(door, job, started), "w1", lease_s=1.0)
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(door.jobs.listen()), asyncio.create_task(worker.serve())]
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
         yield FrontDoor(f"http://{host}:{port}", door, runtime, session, tasks)
     for task in tasks:
         task.cancel()

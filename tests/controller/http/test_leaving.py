@@ -12,6 +12,7 @@ from nearline.controller.http import sse
 from tests.controller.http.conftest import FrontDoor, until
 
 RST = struct.pack("ii", 1, 0)
+JSON = "Content-Type: application/json\r\n"
 LEAVE_AFTER_S = (0.0, 0.002, 0.008, 0.02, 0.05)
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ async def visit(front: FrontDoor, path: str, body: dict[str, Any], stay_s: float
     loop = asyncio.get_running_loop()
     host, port = front.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: {len(data)}\r\n\r\n"
     with socket.socket() as client:
         client.setblocking(False)
         await loop.sock_connect(client, (host, int(port)))
@@ -75,7 +76,7 @@ async def test_a_client_that_stays_but_reads_nothing_is_left_after_a_while(
     loop = asyncio.get_running_loop()
     host, port = front.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: {len(data)}\r\n\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.setblocking(False)

@@ -10,15 +10,15 @@ import pytest
 from tests.controller.http.conftest import FrontDoor
 
 BODY = b'{"prompt": "Hi"}'
-POST = b"POST /v1/functions/tiny/invocations HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/functions/tiny/invocations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SIZED = b"Content-Length: %d\r\n" % len(BODY)
 
 BROKEN = {
-    "unknown method": b"G\xc3\x96T / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "other version": b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
-    "long line": b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    "long header": b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
-    "bad header": b"GET / HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
+    "unknown method": b"G\xc3\x96T / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "other version": b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    "long line": b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "long header": b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+    "bad header": b"GET / HTTP/1.1\r\nHost: localhost\r\nno colon\r\n\r\n",
     "bad length": POST + b"Content-Length: -5\r\n\r\n",
     "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
     "bad chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",

@@ -18,6 +18,7 @@ from nearline.controller.http.calls import load, make_call, most_tokens, text_pr
 from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.schemas import EmbeddingBody, PromiseFields, SamplingBody
 from nearline.controller.registry import Target
+from nearline.controller.token_limits import Reservation
 from nearline.protocol import Pooling, Usage
 from nearline.protocol.errors import Cancelled, ErrorInfo, InvalidRequest, NearlineError
 
@@ -31,11 +32,15 @@ MAX_IN_FLIGHT = 64
 class Embedding:
     """One embedding request, ready to run."""
 
-    def __init__(self, door: Door, target: Target, body: EmbeddingBody, calls: Sequence[Call]) -> None:
+    def __init__(
+        self, door: Door, target: Target, body: EmbeddingBody, calls: Sequence[Call], reservation: Reservation
+    ) -> None:
         self._runtime = door.runtime
         self._metrics = door.metrics.of(target.model.model_id)
         self._body = body
         self._calls = calls
+        self._reservation = reservation
+        self._num_used = 0
         self._num_cached = 0
         self._gate = asyncio.Semaphore(MAX_IN_FLIGHT)
 
@@ -57,8 +62,8 @@ class Embedding:
                 raise type(error)(f"input {index}: {error.message}", param="input") from None
             calls.append(replace(call, request=replace(call.request, pooling=pooling)))
             await asyncio.sleep(0)  # thousands of texts must not hold up the others' streams
-        await door.limits.reserve(door.state, caller.tenant, most_tokens(calls))
-        return cls(door, target, body, calls)
+        reservation = await door.limits.reserve(door.state, caller.tenant, most_tokens(calls))
+        return cls(door, target, body, calls, reservation)
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:
         """Run all inputs. The first that fails cancels the others."""
@@ -72,6 +77,8 @@ class Embedding:
         except Exception as error:
             self._metrics.failed(ErrorInfo.of(error).code)
             raise
+        finally:
+            self._reservation.settle(self._num_used)
         if on_first_token is not None:
             await on_first_token()
         num_prompt = sum(len(call.request.prompt_token_ids) for call in self._calls)
@@ -95,6 +102,7 @@ class Embedding:
     async def _vector(self, call: Call) -> Vector:
         async with self._gate:
             generation = Generation(self._runtime, call)
+            self._num_used += generation.usage.num_prompt_tokens
             async for _ in generation.deltas():
                 pass
         self._num_cached += generation.usage.num_cached_tokens

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nearline.controller.limits import Limits
+from nearline.protocol.errors import InstanceFailed, Overloaded
 from tests.controller.http.conftest import serve
 
 PATH = "/v1/functions/tiny/invocations"
@@ -34,3 +35,36 @@ async def test_tokens_a_minute_are_reserved_before_they_are_spent_and_settled_af
         assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
         assert 1 <= int(headers["Retry-After"]) <= 60
         assert len(runtime.handles) == num_ok, "the refused one never reached the fleet"
+
+
+async def test_a_refused_batch_of_embeddings_gives_its_tokens_back(make_door: Any) -> None:
+    """90 of 100 tokens a minute, as often as the fleet refuses them; then once, and the minute is full."""
+    limits = Limits.of(["default=0:0:100"])
+    door, runtime = await make_door(limits=limits)
+    async for front in serve(door, runtime):
+        body = {"model": "tiny", "input": [[5] * 30] * 3}
+        runtime.refusal = Overloaded("too many wait")
+        for _ in range(3):
+            status, answer, _ = await front.post("/v1/embeddings", body)
+            await limits.meter.settled()
+            assert (status, answer["error"]["code"]) == (429, "overloaded")
+        runtime.refusal = None
+        assert (await front.post("/v1/embeddings", body))[0] == 200
+        await limits.meter.settled()
+        status, answer, _ = await front.post("/v1/embeddings", body)
+        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+async def test_a_batch_that_breaks_off_counts_what_it_had_begun(make_door: Any) -> None:
+    """64 of 200 inputs run at once: 1,920 of the 6,000 tokens they reserved were begun."""
+    limits = Limits.of(["default=0:0:6000"])
+    door, runtime = await make_door(limits=limits)
+    async for front in serve(door, runtime):
+        runtime.break_at, runtime.step_s = (0, InstanceFailed("the instance is gone")), 0.02
+        assert (await front.post("/v1/embeddings", {"model": "tiny", "input": [[5] * 30] * 200}))[0] == 500
+        num_begun = 30 * len(runtime.handles)
+        await limits.meter.settled()
+        runtime.break_at = None
+        for num_inputs, expected in (((6000 - num_begun) // 30 + 1, 429), ((6000 - num_begun) // 30, 200)):
+            body = {"model": "tiny", "input": [[5] * 30] * num_inputs}
+            assert (await front.post("/v1/embeddings", body))[0] == expected

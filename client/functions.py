@@ -2,7 +2,9 @@
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from itertools import islice
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -10,7 +12,7 @@ from nearline.client.admin import AsyncAdmin
 from nearline.client.config import client_config
 from nearline.client.transport import Transport, error_of
 from nearline.client.types import Output, invocation, output_of
-from nearline.protocol.errors import Cancelled, NearlineError, StartTimeout
+from nearline.protocol.errors import Cancelled, InvalidRequest, NearlineError, StartTimeout
 
 TERMINAL = frozenset({"succeeded", "failed", "canceled", "expired"})
 WAIT_SLICE_S = 50.0
@@ -78,21 +80,28 @@ class AsyncFunction:
         return AsyncCall(self._transport, job["id"])
 
     async def map(self, texts: Iterable[str], *, concurrency: int = 32, **options: Any) -> AsyncIterator[Output]:
-        """Invoke for each text, at most `concurrency` at once; yield the outputs in the order of the texts."""
-        gate = asyncio.Semaphore(concurrency)
+        """Invoke for each text, at most `concurrency` at once; yield the outputs in the order of the texts.
 
-        async def one(text: str) -> Output:
-            async with gate:
-                return await self.remote(text, **options)
+        Texts are taken as they are needed, never more than `concurrency` ahead of the outputs: they may have no end.
+        """
+        if concurrency < 1:
+            raise InvalidRequest(f"concurrency is {concurrency}; it must be at least 1", param="concurrency")
+        coming = iter(texts)
 
-        tasks = [asyncio.create_task(one(text)) for text in texts]
+        def start(num_texts: int) -> list[asyncio.Task[Output]]:
+            return [asyncio.create_task(self.remote(text, **options)) for text in islice(coming, num_texts)]
+
+        running = deque(start(concurrency))
         try:
-            for task in tasks:
-                yield await task
+            while running:
+                output = await running[0]
+                running.popleft()
+                running += start(1)
+                yield output
         finally:
-            for task in tasks:
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
 
 class AsyncCall:

@@ -1,14 +1,17 @@
 """The SDK against a real server: what it sends, what it repeats, what it raises."""
 
+import asyncio
 import gc
+import itertools
 import json
 import time
+from collections.abc import Iterator
 
 import pytest
 from aiohttp import web
 
-from nearline.client import Client
-from nearline.protocol.errors import ModelNotFound, NearlineError, Overloaded, StateUnavailable
+from nearline.client import AsyncClient, Client
+from nearline.protocol.errors import InvalidRequest, ModelNotFound, NearlineError, Overloaded, StateUnavailable
 from tests.client.conftest import Server
 
 ANSWER = {"id": "r1", "model": "m", "output": {"text": "hi", "finish_reason": "stop"}, "usage": {}, "timings": {}}
@@ -133,6 +136,58 @@ def test_map_keeps_the_order_of_its_texts(server: Server) -> None:
     with Client(server.url) as client:
         texts = [f"t{i}" for i in range(40)]
         assert [output.text for output in client.function("m").map(texts, concurrency=8)] == [t.upper() for t in texts]
+
+
+def numbered(taken: list[int]) -> Iterator[str]:
+    """Texts without an end, each noted when it is taken."""
+    for number in itertools.count():
+        taken.append(number)
+        yield str(number)
+
+
+async def said(request: web.Request) -> web.Response:
+    text = json.loads(await request.read())["messages"][0]["content"]
+    return web.json_response({**ANSWER, "output": {"text": text, "finish_reason": "stop"}})
+
+
+def test_map_takes_texts_as_it_needs_them(server: Server) -> None:
+    server.handler = said
+    taken: list[int] = []
+    with Client(server.url) as client:
+        outputs = client.function("m").map(numbered(taken), concurrency=4)
+        for expected in range(10):
+            assert next(outputs).text == str(expected)
+            assert len(taken) <= expected + 1 + 4
+        outputs.close()  # type: ignore[attr-defined]
+        assert client.function("m").remote("after").text == "after"
+
+
+async def test_so_does_its_asynchronous_twin_and_keeps_as_many_running(server: Server) -> None:
+    together, at_once = asyncio.Event(), 0
+
+    async def wait_for_all(request: web.Request) -> web.Response:
+        nonlocal at_once
+        at_once += 1
+        if at_once == 3:
+            together.set()
+        await together.wait()
+        return await said(request)
+
+    server.handler = wait_for_all
+    taken: list[int] = []
+    async with AsyncClient(server.url) as client:
+        outputs = client.function("m").map(numbered(taken), concurrency=3)
+        found = [(await anext(outputs)).text for _ in range(7)]
+        assert found == [str(number) for number in range(7)]
+        assert len(taken) <= 7 + 3
+        await outputs.aclose()  # type: ignore[attr-defined]
+
+
+def test_map_of_nothing_is_nothing_and_of_nobody_is_refused(server: Server) -> None:
+    with Client(server.url) as client:
+        assert list(client.function("m").map([])) == []
+        with pytest.raises(InvalidRequest, match="at least 1"):
+            list(client.function("m").map(["a"], concurrency=0))
 
 
 def test_what_was_made_from_a_client_nobody_holds_goes_on_working(

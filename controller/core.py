@@ -116,13 +116,12 @@ class ControllerCore:
             case ModelRemoved(model_id):
                 self._retire(model_id)
             case AdapterAdded(spec):
-                old = self.fleet.adapters.get(spec.adapter_id)
-                self.fleet.adapters[spec.adapter_id] = spec
+                old = self.fleet.put_adapter(spec)
                 self.fleet.doomed.pop(spec.checkpoint.digest, None)
                 if old is not None and old.checkpoint.digest != spec.checkpoint.digest:
                     self._doom(old.checkpoint.digest)
             case AdapterRemoved(adapter_id):
-                gone = self.fleet.adapters.pop(adapter_id, None)
+                gone = self.fleet.drop_adapter(adapter_id)
                 if gone is not None:
                     self._doom(gone.checkpoint.digest)
 
@@ -135,7 +134,8 @@ class ControllerCore:
         model = self.fleet.models.get((spec.model_id, digest))
         if model is None:
             queue = self._choices.queue(dict(self.config.tenant_weights))
-            model = self.fleet.models[spec.model_id, digest] = ModelRecord(spec, queue)
+            model = ModelRecord(spec, queue)
+            self.fleet.add_model(model)
             if old is not None:  # a new version answers, and is called, much like the one before it
                 model.lengths, model.gaps, model.demand = old.lengths, old.gaps, old.demand
         model.spec, model.is_retired = spec, False
@@ -199,7 +199,7 @@ class ControllerCore:
             if instance.is_live and not instance.in_flight:
                 self._machines.stop(instance, self.config.stop_drain_s, "its model was removed or replaced", now)
         if not model.instances:
-            del self.fleet.models[model.key]
+            self.fleet.drop_model(model)
             if model.spec.model_id not in self.fleet.current:
                 self.fleet.promises.forget(model.spec.model_id)
             self._capacity.consider(model)
@@ -225,11 +225,11 @@ class ControllerCore:
                     self._agenda.touch(model)
 
     def _delete_doomed(self) -> None:
-        if not self.fleet.doomed:
-            return
-        for digest in [d for d in self.fleet.doomed if not self.fleet.is_referenced(d)]:
-            del self.fleet.doomed[digest]
-            self._agenda.do(DeleteCheckpoint(digest, "nothing registered or running refers to it"))
+        if self.fleet.references.freed:
+            for digest in self.fleet.references.take_freed():
+                if digest in self.fleet.doomed:
+                    del self.fleet.doomed[digest]
+                    self._agenda.do(DeleteCheckpoint(digest, "nothing registered or running refers to it"))
 
     def _ask_to_be_woken(self, now: Seconds) -> None:
         at = self._agenda.timers.next_at()

@@ -210,7 +210,7 @@ class MachineDesk:
         model = self._fleet.models.get((status.model_id, status.digest))
         if model is None:
             model = _stranger(status)
-            self._fleet.models[model.key] = model
+            self._fleet.add_model(model)
         spec = InstanceSpec(status.instance_id, status.model_id, status.digest, status.device_index)
         instance = self.ensure(model, node, spec, now)
         self._agenda.touch(model)

@@ -61,7 +61,7 @@ class RequestDesk:
         if model.quiet_since is not None:
             model.gaps.note(now - model.quiet_since)
             model.quiet_since = None
-        fleet.requests[info.request_id] = request
+        fleet.add_request(request)
         if info.adapter_digest is not None:
             model.traffic.note(info.adapter_digest, now)
         self._hold(request, model, now)
@@ -258,7 +258,7 @@ class RequestDesk:
             self._fleet.num_waiting -= 1
         if not model.num_running and not model.queue.num_waiting:
             model.quiet_since, model.preloading_on = now, None
-        del self._fleet.requests[request.info.request_id]
+        self._fleet.drop_request(request)
         self._agenda.timers.drop(("request", request.info.request_id))
         model.refresh(now)
         self._agenda.touch(model)

@@ -3,7 +3,7 @@
 The picture is advisory: an instance's state belongs to its node agent, which decides again whatever is gated on it.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +15,7 @@ from nearline.controller.policy.prediction import PRIOR_TOKENS, LengthPredictor,
 from nearline.controller.policy.waiting import WaitEstimator
 from nearline.controller.promises import Promises
 from nearline.controller.queues import RequestRecord, VirtualQueue
+from nearline.controller.references import References
 from nearline.protocol import (
     AdapterSpec,
     Bytes,
@@ -265,7 +266,8 @@ class ModelRecord:
 @dataclass(slots=True)
 class Fleet:
     """Everything the controller knows. `current` maps a name to the version new requests go to; `doomed` lists
-    digests whose bytes go as soon as nothing refers to them."""
+    digests whose bytes go as soon as nothing refers to them: no registered name, no version still draining, no request
+    under way."""
 
     nodes: dict[NodeId, NodeRecord] = field(default_factory=dict)
     instances: dict[InstanceId, InstanceRecord] = field(default_factory=dict)
@@ -274,6 +276,7 @@ class Fleet:
     adapters: dict[ModelId, AdapterSpec] = field(default_factory=dict)
     requests: dict[RequestId, RequestRecord] = field(default_factory=dict)
     doomed: dict[Digest, None] = field(default_factory=dict)
+    references: References = field(default_factory=References)
     num_waiting: int = 0
     promises: Promises = field(default_factory=Promises)
 
@@ -285,13 +288,35 @@ class Fleet:
     def model_of(self, request: RequestRecord) -> ModelRecord:
         return self.models[request.info.model_id, request.digest]
 
-    def is_referenced(self, digest: Digest) -> bool:
-        """Whether a registered name, a version still draining, or a request under way needs these bytes."""
-        checkpoints = [model.spec.checkpoint for model in self.models.values()]
-        checkpoints += [adapter.checkpoint for adapter in self.adapters.values()]
-        return any(checkpoint.digest == digest for checkpoint in checkpoints) or any(
-            request.info.adapter_digest == digest for request in self.requests.values()
-        )
+    def add_model(self, model: ModelRecord) -> None:
+        """Enter a version that is not known."""
+        self.models[model.key] = model
+        self.references.add(model.digest)
+
+    def drop_model(self, model: ModelRecord) -> None:
+        del self.models[model.key]
+        self.references.drop(model.digest)
+
+    def put_adapter(self, spec: AdapterSpec) -> AdapterSpec | None:
+        """Register an adapter; give what its name meant before."""
+        old = self.drop_adapter(spec.adapter_id)
+        self.adapters[spec.adapter_id] = spec
+        self.references.add(spec.checkpoint.digest)
+        return old
+
+    def drop_adapter(self, adapter_id: ModelId) -> AdapterSpec | None:
+        old = self.adapters.pop(adapter_id, None)
+        if old is not None:
+            self.references.drop(old.checkpoint.digest)
+        return old
+
+    def add_request(self, request: RequestRecord) -> None:
+        self.requests[request.info.request_id] = request
+        self.references.add(request.info.adapter_digest)
+
+    def drop_request(self, request: RequestRecord) -> None:
+        del self.requests[request.info.request_id]
+        self.references.drop(request.info.adapter_digest)
 
     def add_instance(self, instance: InstanceRecord) -> None:
         self.instances[instance.instance_id] = instance
@@ -315,6 +340,11 @@ class Fleet:
             yield f"{self.num_waiting} requests counted as waiting, {len(waiting)} wait"
         if sorted(r.order for r in waiting + running) != sorted(r.order for r in self.requests.values()):
             yield "a request waits or runs twice, or nowhere"
+        needed = [model.digest for model in self.models.values()]
+        needed += [adapter.checkpoint.digest for adapter in self.adapters.values()]
+        needed += [r.info.adapter_digest for r in self.requests.values() if r.info.adapter_digest is not None]
+        if self.references.counts != Counter(needed):
+            yield "it is miscounted what needs a checkpoint"
         for request in self.requests.values():
             yield from self._request_problems(request)
             if request.evicted_at is not None and request.instance_id is None:

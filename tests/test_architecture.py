@@ -72,6 +72,7 @@ MINDS = {
         "queues",
         "timers",
         "agenda",
+        "references",
         "requests",
         "machines",
         "janitor",

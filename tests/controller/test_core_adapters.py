@@ -3,11 +3,12 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from nearline.controller import events as happened
-from nearline.controller.actions import Dispatch, EnsureInstance, PrepareAdapter
+from nearline.controller.actions import DeleteCheckpoint, Dispatch, EnsureInstance, PrepareAdapter
 from nearline.controller.config import CoreConfig
 from nearline.protocol import AdapterSpec, CheckpointKind, Digest, ModelId
 from nearline.protocol.errors import ErrorInfo
@@ -50,6 +51,33 @@ def sent_to(made: World) -> list[tuple[str, str]]:
     sent = [action for action in made.actions if isinstance(action, Dispatch)]
     requests = {e.info.request_id: e.info for e, _ in made.journal if isinstance(e, happened.RequestArrived)}
     return [(str(one.instance_id), str(requests[one.request_id].adapter_digest)) for one in sent]
+
+
+def test_while_another_name_needs_a_removed_adapters_bytes_no_event_searches_for_it() -> None:
+    class Counted(dict[Any, Any]):
+        num_searches = 0
+
+        def values(self) -> Any:
+            Counted.num_searches += 1
+            return super().values()
+
+    made = two_nodes(4)
+    copy = AdapterSpec(ModelId("copy"), ModelId("a"), checkpoint("lora0", 1000, CheckpointKind.ADAPTER), 0.0)
+    made.post(happened.AdapterAdded(copy))
+    made.post(happened.AdapterRemoved(ModelId("lora0")))
+    made.arrive("r", adapter_id=ModelId("copy"), adapter_digest=Digest("lora0"))
+    made.core.fleet.adapters, made.core.fleet.requests = (
+        Counted(made.core.fleet.adapters),
+        Counted(made.core.fleet.requests),
+    )
+    for _ in range(20):
+        made.core.on(happened.Woke(), made.now)
+    assert Counted.num_searches == 0
+    made.post(happened.AdapterRemoved(ModelId("copy")))
+    assert not any(isinstance(action, DeleteCheckpoint) for action in made.actions), "a request still needs it"
+    made.finish("r")
+    deleted = [action.digest for action in made.actions if isinstance(action, DeleteCheckpoint)]
+    assert deleted == ["lora0"]
 
 
 def test_eight_adapters_on_two_nodes_are_loaded_about_eight_times_in_four_hundred_requests() -> None:

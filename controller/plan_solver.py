@@ -1,14 +1,13 @@
 """The solver beside the core: plans go to a process of its own and come back as events, or not at all."""
 
 import asyncio
-import sys
 from collections.abc import Callable
 
 import structlog
 
 from nearline.controller.actions import SolvePlan
 from nearline.controller.events import Event, PlanSolved
-from nearline.controller.solver import LENGTH
+from nearline.controller.side_process import SideProcess
 from nearline.protocol import MessageCodec, Seconds, encode
 
 GRACE_S: Seconds = 10.0
@@ -18,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class PlanSolver:
-    """Solves one plan after the other; of those asked meanwhile only the newest. Owns: the process, made when needed.
+    """Solves one plan after the other; of those asked meanwhile only the newest. Owns: its process.
 
     `post` hears every answer, on the event loop. A process that fails or exceeds its time is ended, and its plan gets
     no answer: the core has one already.
@@ -28,7 +27,7 @@ class PlanSolver:
         self._post = post
         self._newest: SolvePlan | None = None
         self._has_news = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self.process = SideProcess("nearline.controller.solver")
         self._task: asyncio.Task[None] | None = None
         self.num_failures = 0
 
@@ -43,7 +42,7 @@ class PlanSolver:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._end_process()
+        await self.process.end()
 
     async def _work(self) -> None:
         while True:
@@ -53,37 +52,16 @@ class PlanSolver:
             if wish is None:
                 continue
             try:
-                async with asyncio.timeout(wish.time_limit_s + GRACE_S):
-                    answer = await self._solve(wish)
+                answer = await self._solve(wish)
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 self.num_failures += 1
                 log.warning("no plan from the solver", version=wish.version, error=repr(error))
-                await self._end_process()
+                await self.process.end()
                 continue
             self._post(answer)
 
     async def _solve(self, wish: SolvePlan) -> PlanSolved:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "nearline.controller.solver"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "it was asked for"
-        assert stdout is not None, "it was asked for"
-        data = encode(wish)
-        stdin.write(LENGTH.pack(len(data)) + data)
-        await stdin.drain()
-        (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
-        answer = _ANSWERS.decode(await stdout.readexactly(length))
+        answer = _ANSWERS.decode(await self.process.ask(encode(wish), wish.time_limit_s + GRACE_S))
         if not isinstance(answer, PlanSolved):
             raise ValueError(f"the solver answered with {type(answer).__name__}")
         return answer
-
-    async def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()

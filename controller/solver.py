@@ -6,21 +6,20 @@ Source: [qlm] positions x[group, slot, place]; ours is lexicographic and counts 
 """
 
 import os
-import struct
 import sys
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
 
 from nearline.controller.actions import Action, SolvePlan
 from nearline.controller.events import PlanSolved
+from nearline.controller.pipes import answer_all
 from nearline.controller.policy.planner import MAX_EXACT, exact
 from nearline.controller.policy.plans import Plan, PlanGroup, PlanSlot
 from nearline.protocol import MessageCodec, Seconds, encode
 
 MAX_EXACT_SLOTS = 2
-LENGTH = struct.Struct("<I")
 NICENESS = 5
+_WISHES = MessageCodec(Action)
 _SLACK = 1e-4
 """Room left to an earlier goal while a later one is sought; HiGHS keeps rows to 1e-6 and integers to 1e-6."""
 
@@ -162,22 +161,16 @@ def best(groups: Sequence[PlanGroup], slots: Sequence[PlanSlot], time_limit_s: S
         return None
 
 
-def read_record(stream: BinaryIO) -> bytes | None:
-    """Read one length-prefixed record, or None at the end."""
-    head = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+def _answer(question: bytes) -> bytes:
+    wish = _WISHES.decode(question)
+    assert isinstance(wish, SolvePlan), "nothing else is asked here"
+    return encode(PlanSolved(wish.version, best(wish.groups, wish.slots, wish.time_limit_s)))
 
 
 def main() -> int:
     """Answer every SolvePlan on stdin with a PlanSolved on stdout, until stdin closes."""
     os.nice(NICENESS)
-    codec = MessageCodec(Action)
-    while (data := read_record(sys.stdin.buffer)) is not None:
-        wish = codec.decode(data)
-        assert isinstance(wish, SolvePlan), "nothing else is asked here"
-        answer = encode(PlanSolved(wish.version, best(wish.groups, wish.slots, wish.time_limit_s)))
-        sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
-        sys.stdout.buffer.flush()
+    answer_all(_answer)
     return 0
 
 

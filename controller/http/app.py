@@ -38,6 +38,7 @@ def create_app(door: Door, node_handler: Handler | None = None) -> web.Applicati
     )
     app[DOOR] = door
     app.on_response_prepare.append(_stamp)
+    app.on_cleanup.append(_close)
     app.add_routes(
         [
             web.get("/", health.welcome),
@@ -61,6 +62,10 @@ def create_app(door: Door, node_handler: Handler | None = None) -> web.Applicati
     if node_handler is not None:
         app.router.add_get(NODE_PATH, node_handler)
     return app
+
+
+async def _close(app: web.Application) -> None:
+    await app[DOOR].grammars.close()
 
 
 @web.middleware

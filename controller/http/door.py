@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from nearline.controller.grammars import GrammarChecker
 from nearline.controller.http.ports import Runtime
 from nearline.controller.jobs import JobStore
 from nearline.controller.lease import LeaderLease
@@ -30,6 +31,7 @@ class Door:
     metrics: Metrics = field(default_factory=Metrics)
     tenants: Tenants = field(default_factory=Tenants)
     limits: Limits = field(default_factory=Limits)
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     heartbeat_s: float = 3.0
     is_loopback: bool = True
 

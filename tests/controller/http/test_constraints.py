@@ -63,6 +63,19 @@ async def test_what_cannot_be_is_refused_by_name_and_nothing_runs(
     assert not front.runtime.handles
 
 
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity", "9" * 400, "9" * 4400])
+async def test_a_number_that_is_none_in_a_schema_is_refused_with_its_place(front: FrontDoor, number: str) -> None:
+    schema = {"properties": {"a": {"multipleOf": "NUMBER"}}}
+    fields = {"model": "tiny", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    job = {"model": "tiny", "endpoint": "/v1/completions", "input": fields | {"prompt": "a"}}
+    for path, body in (("/v1/completions", fields | {"prompt": ["a", "b"]}), ("/v1/jobs", job)):
+        status, answer, _ = await front.post(path, json.dumps(body).replace('"NUMBER"', number))
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
+        place = "/properties/a/multipleOf: numbers are finite"
+        assert place in answer["error"]["message"] or len(number) > 4300, "JSON itself has a limit, too"
+    assert not front.runtime.handles
+
+
 @pytest.mark.parametrize("endpoint", ["function", "/v1/chat/completions", "/v1/completions"])
 async def test_a_job_with_a_bad_grammar_is_refused_when_it_is_submitted(front: FrontDoor, endpoint: str) -> None:
     path = "/v1/functions/tiny/invocations" if endpoint == "function" else endpoint

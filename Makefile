@@ -17,7 +17,7 @@ test: $(READY) $(MODEL)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 test-all: $(READY) $(MODEL)
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu" --hypothesis-profile=exploring
 
 check: $(READY)
 	$(BIN)/ruff check .

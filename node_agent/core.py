@@ -17,14 +17,7 @@ from nearline.node_agent.roster import Roster
 from nearline.node_agent.supply import Demand, backoff_s, supply
 from nearline.node_agent.types import CoreConfig, DeviceSlots, Engine, EngineState, Instance
 from nearline.protocol import Digest, InstanceId, InstanceState, InstanceStatus, ModelId, Seconds
-from nearline.protocol.errors import (
-    ErrorInfo,
-    InstanceFailed,
-    InvalidRequest,
-    ModelNotFound,
-    NearlineError,
-    StartTimeout,
-)
+from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError, StartTimeout
 
 BIND_GUESS_S, PROCESS_GUESS_S = 0.05, 4.0
 
@@ -45,6 +38,7 @@ class NodeCore:
             ev.DeleteWished: lambda event, _now: self._deleting.update({event.digest: None}),
             ev.DeleteUnwished: lambda event, _now: self._deleting.pop(event.digest, None),
             ev.LinkLost: lambda _event, _now: self._actions.append(act.AbortSequences()),
+            ev.BytesMoved: self._on_bytes_moved,
             ev.LeaseAcquired: self._on_lease_acquired,
             ev.LeaseRefused: self._on_lease_refused,
             ev.LeaseFilled: self._on_lease_filled,
@@ -100,26 +94,13 @@ class NodeCore:
             self._actions.append(act.SendStatus(known.status()))
             return
         instance = self._roster.instances[spec.instance_id] = Instance(spec, event.checkpoint)
-        refusal = self._refusal(instance)
-        if refusal:
+        try:
+            instance.max_running = self._roster.max_running(instance, self._config)
+        except NearlineError as refusal:
             self._fail(instance, ErrorInfo.of(refusal))
             return
         self._deleting.pop(spec.digest, None)
         self._actions.append(act.SendStatus(instance.status()))
-
-    def _refusal(self, instance: Instance) -> NearlineError | None:
-        spec = instance.spec
-        device = self._roster.devices.get(spec.device_index)
-        if device is None:
-            return InvalidRequest(f"this node has no device {spec.device_index}; it has {sorted(self._roster.devices)}")
-        if instance.checkpoint is None:
-            return ModelNotFound(f"checkpoint {spec.digest} of {spec.model_id} is not in this node's store; import it")
-        try:
-            budget = instance_budget(instance.checkpoint, device.info, self._config.kv_bytes, self._config.max_running)
-        except NearlineError as error:
-            return error
-        instance.max_running = budget.max_running
-        return None
 
     def _on_stop(self, event: ev.StopWished, now: Seconds) -> None:
         instance = self._roster.instances.get(event.instance_id)
@@ -154,10 +135,15 @@ class NodeCore:
 
     # ---- bytes ----
 
+    def _on_bytes_moved(self, event: ev.BytesMoved, now: Seconds) -> None:
+        instance = self._roster.instances.get(event.instance_id)
+        if instance and instance.bytes_deadline is not None:
+            instance.bytes_deadline = now + self._config.bytes_timeout_s
+
     def _on_lease_acquired(self, event: ev.LeaseAcquired, now: Seconds) -> None:
         instance = self._roster.instances.get(event.instance_id)
         if instance and instance.state is InstanceState.STARTING:
-            instance.has_frames = True
+            instance.has_frames, instance.bytes_deadline = True, None
 
     def _on_lease_refused(self, event: ev.LeaseRefused, now: Seconds) -> None:
         instance = self._roster.instances.get(event.instance_id)
@@ -195,6 +181,9 @@ class NodeCore:
 
     def _on_deadlines(self, now: Seconds) -> None:
         for instance in list(self._roster.instances.values()):
+            if instance.bytes_deadline is not None and instance.bytes_deadline <= now:
+                text = f"{instance.spec.model_id}: nothing of it came for {self._config.bytes_timeout_s:g} s; try again"
+                self._fail(instance, ErrorInfo.of(StartTimeout(text)))
             if instance.drain_deadline is not None and instance.drain_deadline <= now:
                 text = f"instance {instance.spec.instance_id} stopped before the end; run it elsewhere"
                 self._actions.append(act.FailSequences(instance.spec.instance_id, ErrorInfo.of(InstanceFailed(text))))
@@ -341,6 +330,7 @@ class NodeCore:
         if instance.is_pinned:
             self._actions.append(act.ReleaseCheckpoint(instance.spec.instance_id))
         instance.is_pinned = instance.has_slot = instance.has_frames = False
+        instance.bytes_deadline = None
 
     # ---- matching instances, slots and processes ----
 
@@ -350,7 +340,7 @@ class NodeCore:
             if instance.state is not InstanceState.PENDING or not device or not self._roster.num_free_slots(device):
                 continue
             instance.has_slot = instance.is_pinned = True
-            instance.granted_at = now
+            instance.granted_at, instance.bytes_deadline = now, now + self._config.bytes_timeout_s
             self._move(instance, LifecycleEvent.SLOT_GRANTED)
             may_stream = device.info.weight_bytes > 0
             self._actions.append(act.AcquireCheckpoint(instance.spec.instance_id, instance.spec.digest, may_stream))

@@ -48,6 +48,13 @@ class LinkLost:
 
 
 @dataclass(frozen=True, slots=True)
+class BytesMoved:
+    """An evicted checkpoint, which an instance waits for, has come further on its way back."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseAcquired:
     instance_id: InstanceId
 
@@ -144,7 +151,7 @@ class AdapterChanged:
 
 
 NodeEvent = (
-    EnsureWished | StopWished | DeleteWished | DeleteUnwished | LinkLost | LeaseAcquired | LeaseRefused | LeaseFilled
-    | LeaseBroken | Drained | Woke | ActionFailed | EngineWarm | EngineBound | EngineBindFailed | EngineUnbound
-    | EngineExited | AdapterChanged
+    EnsureWished | StopWished | DeleteWished | DeleteUnwished | LinkLost | BytesMoved | LeaseAcquired | LeaseRefused
+    | LeaseFilled | LeaseBroken | Drained | Woke | ActionFailed | EngineWarm | EngineBound | EngineBindFailed
+    | EngineUnbound | EngineExited | AdapterChanged
 )  # fmt: skip

@@ -5,6 +5,7 @@ What was evicted from SSD comes back the same way, from where it came first.
 
 import asyncio
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, Ne
 from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
 
 MAX_RUNNING = 2
+"""Imports at once, beside what is fetched for instances."""
 IDLE_S: Seconds = 5.0
 """How long an adapter's importing process waits for the next one."""
 log = structlog.get_logger()
@@ -46,6 +48,22 @@ class _Job:
     wish: ImportCheckpoint
     tasks: dict[TaskId, None] = field(default_factory=dict)
     runner: "asyncio.Task[None] | None" = None
+    moved: Callable[[], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One checkpoint being brought back, and who waits for it: each hears when it has come further.
+
+    `known` are those that stay although it finds them: they were there before it, or were imported meanwhile."""
+
+    task: "asyncio.Task[None] | None" = None
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    known: set[Digest] = field(default_factory=set)
+
+    def moved(self) -> None:
+        for moved in self.waiting:
+            moved()
 
 
 class Imports:
@@ -65,6 +83,10 @@ class Imports:
         self._idle: list[ImportProcess] = []
         self._endings: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(MAX_RUNNING)
+        self._fetches: dict[Digest, _Fetch] = {}
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._unnamed: dict[Digest, None] = {}
+        self._deleting: set[asyncio.Task[None]] = set()
 
     def start(self, wish: ImportCheckpoint) -> None:
         """Begin, queue, or join the import of the same source that already runs."""
@@ -89,36 +111,69 @@ class Imports:
         """Remember which nodes hold a checkpoint, in case it must be fetched."""
         self._peers[digest] = peers
 
-    async def fetch(self, digest: Digest) -> None:
+    async def fetch(self, digest: Digest, moved: Callable[[], None]) -> None:
         """Bring back a checkpoint that was evicted from SSD: from another node if one has it, else from its source.
 
+        At once, whatever is imported meanwhile: an instance holds its slot for it. `moved` is called whenever it has
+        come further. Who is cancelled waits no more; when nobody does, it ends.
         Raises what the import raises, or CheckpointCorrupt when the source holds something else by now.
         """
+        fetch = self._fetches.get(digest)
+        if fetch is None:
+            fetch = self._fetches[digest] = _Fetch()
+            fetch.task = asyncio.create_task(self._fetch(digest, fetch), name=f"fetch-{digest}")
+        assert fetch.task is not None, "it begins with its task"
+        fetch.waiting.append(moved)
+        try:
+            await asyncio.shield(fetch.task)
+        finally:
+            fetch.waiting.remove(moved)
+            if not fetch.waiting and self._fetches.get(digest) is fetch:
+                del self._fetches[digest]
+                fetch.task.cancel()
+
+    async def _fetch(self, digest: Digest, fetch: _Fetch) -> None:
+        if not self._store.is_remote(digest):  # somebody else brought it meanwhile
+            return
         info = self._store.manifest(digest).info
         peers = self._peers.get(digest, ())
-        async with self._room:
-            if not self._store.is_remote(digest):  # somebody else brought it meanwhile
-                return
-            if peers and await self._fetch_from(peers, info):
-                return
-            log.info("fetching a checkpoint again", digest=digest, source=info.source)
-            wish = ImportCheckpoint(TaskId(f"fetch-{digest}"), info.kind, info.source, info.base_digest)
-            known = {manifest.digest for manifest in self._store.checkpoints()}
-            found = await self._import(_Job(wish))
+        if peers and await self._fetch_from(peers, info, fetch.moved):
+            return
+        log.info("fetching a checkpoint again", digest=digest, source=info.source)
+        wish = ImportCheckpoint(TaskId(f"fetch-{digest}"), info.kind, info.source, info.base_digest)
+        async with self._turn(info.source):
+            fetch.known.update(manifest.digest for manifest in self._store.checkpoints())
+            found = await self._import(_Job(wish, moved=fetch.moved))
         if found.digest != digest:
-            if found.digest not in known:
-                await asyncio.to_thread(self._store.delete, found.digest)
+            if found.digest not in fetch.known:
+                self._unnamed[found.digest] = None
+                self._delete_unnamed()
             raise CheckpointCorrupt(
                 f"{info.source} is not what it was: it makes checkpoint {found.digest}, {digest} was imported from it; "
                 "register the model again"
             )
 
-    async def _fetch_from(self, peers: tuple[str, ...], info: CheckpointInfo) -> bool:
+    def _turn(self, source: str) -> asyncio.Lock:
+        """The lock under which a source is read: the importer refuses one that is being read already."""
+        return self._turns.setdefault(source, asyncio.Lock())
+
+    def _delete_unnamed(self) -> None:
+        """Delete what a fetch found instead of what it was to bring, unless an import finds the same for a name."""
+        if not self._jobs:
+            for digest in self._unnamed:
+                deleting = watched(asyncio.to_thread(self._store.delete, digest), f"delete {digest}")
+                self._deleting.add(deleting)
+                deleting.add_done_callback(self._deleting.discard)
+            self._unnamed = {}
+
+    async def _fetch_from(self, peers: tuple[str, ...], info: CheckpointInfo, moved: Callable[[], None]) -> bool:
         """Copy a checkpoint from other nodes; False if they do not give it, for whatever reason."""
         source = peer_source(info.digest, peers)
         log.info("fetching a checkpoint from peers", digest=info.digest, peers=peers)
+        wish = ImportCheckpoint(TaskId(f"fetch-{info.digest}"), info.kind, source)
         try:
-            await self._import(_Job(ImportCheckpoint(TaskId(f"fetch-{info.digest}"), info.kind, source)))
+            async with self._turn(source):
+                await self._import(_Job(wish, moved=moved))
         except NearlineError as error:
             log.warning("no peer gives the checkpoint", digest=info.digest, code=error.code, error=error.message)
             return False
@@ -127,17 +182,24 @@ class Imports:
     async def close(self) -> None:
         """End all imports and wait until their processes are gone."""
         runners = [job.runner for job in self._jobs.values() if job.runner]
+        runners += [fetch.task for fetch in self._fetches.values() if fetch.task]
         for runner in runners:
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
+        await asyncio.gather(*self._deleting, return_exceptions=True)
         idle, self._idle = self._idle, []
         await asyncio.gather(*(process.end() for process in idle), *self._endings)
 
     async def _run(self, key: Key, job: _Job) -> None:
         try:
             self._tell(job, lambda task_id: ImportProgress(task_id, "queued", 0, 0))
-            async with self._room:
+            async with self._room, self._turn(job.wish.source):
+                if self._deleting:
+                    await asyncio.wait(self._deleting)
                 checkpoint = await self._import(job)
+            self._unnamed.pop(checkpoint.digest, None)
+            for fetch in self._fetches.values():
+                fetch.known.add(checkpoint.digest)
             self._tell(job, lambda task_id: ImportFinished(task_id, checkpoint))
         except Exception as error:
             info = ErrorInfo.of(error)
@@ -146,6 +208,7 @@ class Imports:
         finally:
             if self._jobs.get(key) is job:
                 del self._jobs[key]
+            self._delete_unnamed()
 
     async def _import(self, job: _Job) -> CheckpointInfo:
         """Import in a process of its own. Adapters, of which there may be thousands, follow each other in one; only one
@@ -187,12 +250,16 @@ class Imports:
 
     async def _outcome(self, process: ImportProcess, job: _Job, rooms: list[Room]) -> dict[str, Any]:
         said: dict[str, Any] = {}
+        last: tuple[str, int] | None = None
         async for said in process.ask(job.wish):
             if "needs_bytes" in said:
                 await self._make_room(process, said["needs_bytes"], rooms)
             elif "phase" in said:
                 if said["phase"] in ("writing", "copying") and rooms:
                     rooms[-1].written_bytes = said["done_bytes"]
+                if job.moved and (said["phase"], said["done_bytes"]) != last:
+                    last = (said["phase"], said["done_bytes"])
+                    job.moved()
                 for task_id in job.tasks:
                     self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
         return said

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import structlog
@@ -11,7 +12,7 @@ import structlog
 from nearline.checkpoint_store import CheckpointStore, Lease, ReadStats
 from nearline.node_agent import events as ev
 from nearline.protocol import Digest, InstanceId
-from nearline.protocol.errors import ErrorInfo, NearlineError, NotFound
+from nearline.protocol.errors import Cancelled, ErrorInfo, NearlineError, NotFound
 
 log = structlog.get_logger()
 
@@ -23,27 +24,30 @@ class Leases:
         self,
         store: CheckpointStore,
         post: Callable[[ev.NodeEvent], None],
-        fetch: Callable[[Digest], Awaitable[None]],
+        fetch: Callable[[Digest, Callable[[], None]], Awaitable[None]],
     ) -> None:
-        """`fetch` brings back what was evicted from SSD."""
+        """`fetch` brings back what was evicted from SSD, and calls whenever it has come further."""
         self._store = store
         self._fetch = fetch
         self._post = post
         self._loop = asyncio.get_running_loop()
         self._held: dict[InstanceId, Lease | None] = {}
         self._acquiring: set[asyncio.Task[Lease]] = set()
+        self._fetching: dict[InstanceId, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nearline-store")
 
     def acquire(self, instance_id: InstanceId, digest: Digest, may_stream: bool = False) -> None:
         """Pin a checkpoint for an instance; LeaseAcquired or LeaseRefused, later LeaseFilled or LeaseBroken follow."""
         self._held[instance_id] = None
-        future = asyncio.ensure_future(self._acquire(digest, may_stream))
+        future = asyncio.ensure_future(self._acquire(instance_id, digest, may_stream))
         self._acquiring.add(future)
         future.add_done_callback(self._acquiring.discard)
         future.add_done_callback(lambda done: self._on_acquired(instance_id, done))
 
     def release(self, instance_id: InstanceId) -> None:
-        """Unpin; a pin that is still being made is given back when it is there."""
+        """Unpin; a pin that is still being made is given back when it is there, a fetch is not waited for any more."""
+        if instance_id in self._fetching:
+            self._fetching[instance_id].cancel()
         lease = self._held.pop(instance_id, None)
         if lease:
             lease.release()
@@ -84,15 +88,25 @@ class Leases:
         for instance_id in list(self._held):
             self.release(instance_id)
 
-    async def _acquire(self, digest: Digest, may_stream: bool) -> Lease:
+    async def _acquire(self, instance_id: InstanceId, digest: Digest, may_stream: bool) -> Lease:
         while True:
             if self._store.is_remote(digest):
-                await self._fetch(digest)
+                await self._bring(instance_id, digest)
             try:
                 return await self._loop.run_in_executor(self._threads, self._store.acquire, digest, may_stream)
             except NotFound:
                 if not self._store.is_remote(digest):  # else it was evicted again before it was pinned
                     raise
+
+    async def _bring(self, instance_id: InstanceId, digest: Digest) -> None:
+        if instance_id not in self._held:
+            raise Cancelled("nobody waits for these bytes any more")
+        moved = partial(self._post, ev.BytesMoved(instance_id))
+        fetching = self._fetching[instance_id] = asyncio.ensure_future(self._fetch(digest, moved))
+        try:
+            await fetching
+        finally:
+            del self._fetching[instance_id]
 
     def _on_acquired(self, instance_id: InstanceId, done: "asyncio.Future[Lease]") -> None:
         if done.cancelled():

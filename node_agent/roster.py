@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from nearline.node_agent.budget import instance_budget
 from nearline.node_agent.lifecycle import is_final
 from nearline.node_agent.types import CoreConfig, DeviceSlots, Engine, EngineId, EngineState, Instance
 from nearline.protocol import DeviceInfo, Digest, InstanceId, InstanceState, Seconds
+from nearline.protocol.errors import InvalidRequest, ModelNotFound
 
 MAX_ENDED = 256
 """Ended instances remembered, so that a repeated wish is answered and never run twice."""
@@ -42,6 +44,15 @@ class Roster:
             if i.state is InstanceState.STARTING and i.spec.device_index == device.info.index
         ]
 
+    def max_running(self, instance: Instance, config: CoreConfig) -> int:
+        """Tell how many sequences an instance may run at once. Raises NearlineError for one that cannot run here."""
+        spec, device = instance.spec, self.devices.get(instance.spec.device_index)
+        if device is None:
+            raise InvalidRequest(f"this node has no device {spec.device_index}; it has {sorted(self.devices)}")
+        if instance.checkpoint is None:
+            raise ModelNotFound(f"checkpoint {spec.digest} of {spec.model_id} is not in this node's store; import it")
+        return instance_budget(instance.checkpoint, device.info, config.kv_bytes, config.max_running).max_running
+
     def engines_in(self, device: DeviceSlots, state: EngineState) -> list[Engine]:
         return [e for e in self.engines.values() if e.state is state and e.device_index == device.info.index]
 
@@ -56,6 +67,7 @@ class Roster:
 
     def deadlines(self) -> Iterator[Seconds]:
         yield from (e.deadline for e in self.engines.values() if e.deadline is not None)
+        yield from (i.bytes_deadline for i in self.instances.values() if i.bytes_deadline is not None)
         yield from (i.drain_deadline for i in self.instances.values() if i.drain_deadline is not None)
 
     def forget_old(self) -> None:
@@ -83,6 +95,8 @@ class Roster:
         assert engine is None or engine.instance_id == instance.spec.instance_id
         assert engine is None or instance.has_slot, "a process without a slot"
         assert instance.is_pinned or not instance.has_frames
+        is_awaited = state is InstanceState.STARTING and not instance.has_frames
+        assert (instance.bytes_deadline is not None) == is_awaited, "it waits for bytes without an end, or for none"
         assert not instance.is_pinned or instance.has_slot, "a pin without a slot"
         if state is InstanceState.PENDING:
             assert not instance.has_slot

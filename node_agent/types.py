@@ -46,6 +46,7 @@ class CoreConfig:
     start_timeout_s: Seconds = 120.0
     bind_timeout_s: Seconds = 120.0
     unbind_timeout_s: Seconds = 5.0
+    bytes_timeout_s: Seconds = 300.0
     quiet_delay_s: Seconds = 2.0
     backoff_s: Seconds = 0.25
     max_backoff_s: Seconds = 30.0
@@ -70,7 +71,9 @@ class Engine:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One instance. It holds a slot and a pin of its checkpoint from the grant until no process maps its frames."""
+    """One instance. It holds a slot and a pin of its checkpoint from the grant until no process maps its frames.
+
+    `bytes_deadline` is when a start is given up whose bytes do not come any further."""
 
     spec: InstanceSpec
     checkpoint: CheckpointInfo | None
@@ -79,6 +82,7 @@ class Instance:
     is_pinned: bool = False
     has_frames: bool = False
     granted_at: Seconds = 0.0
+    bytes_deadline: Seconds | None = None
     is_prewarmed: bool = False
     engine_id: EngineId | None = None
     drain_deadline: Seconds | None = None

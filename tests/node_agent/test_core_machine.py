@@ -161,6 +161,11 @@ class NodeMachine(RuleBasedStateMachine):
             self.reading.append(instance_id)
             self.post(ev.LeaseAcquired(instance_id))
 
+    @precondition(lambda self: self.unanswered_leases)
+    @rule()
+    def fetch_on(self) -> None:
+        self.post(ev.BytesMoved(self.unanswered_leases[0]))
+
     @precondition(lambda self: self.reading)
     @rule(is_broken=st.sampled_from([False] * 4 + [True]))
     def end_read(self, is_broken: bool) -> None:

@@ -9,8 +9,10 @@ from nearline.node_agent.actions import (
     DeleteCheckpoint,
     KillEngine,
     NodeAction,
+    ReleaseCheckpoint,
     SendStatus,
     StartEngine,
+    WakeAt,
 )
 from nearline.node_agent.core import NodeCore
 from nearline.node_agent.types import CoreConfig, EngineId
@@ -44,6 +46,25 @@ def starting() -> NodeCore:
     core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), CHECKPOINT), 2.0)
     core.on(ev.LeaseAcquired(ID), 2.0)
     return core
+
+
+def test_a_start_goes_on_while_its_bytes_come_and_ends_when_they_do_not() -> None:
+    config = CoreConfig((DeviceInfo(0, "cpu", "cpu", 1 << 36, 1),), 1, 1 << 26, 4, 2, bytes_timeout_s=50.0)
+    core = NodeCore(config)
+    core.on(ev.Woke(), 0.0)
+    core.on(ev.EngineWarm(EngineId(1)), 0.0)
+    core.on(ev.EnsureWished(InstanceSpec(ID, ModelId("m"), Digest("d")), CHECKPOINT), 0.0)
+    core.on(ev.BytesMoved(ID), 40.0)
+    core.on(ev.Woke(), 60.0)
+    assert core.state(ID) is InstanceState.STARTING
+    actions = core.on(ev.BytesMoved(ID), 80.0)
+    assert WakeAt(130.0) in actions
+    actions = core.on(ev.Woke(), 130.0)
+    assert core.state(ID) is InstanceState.FAILED
+    assert ReleaseCheckpoint(ID) in actions, "its slot is free, nobody waits for its bytes"
+    (status,) = [action.status for action in actions if isinstance(action, SendStatus)]
+    assert status.error is not None
+    assert (status.error.code, "nothing of it came for 50 s" in status.error.message) == ("start_timeout", True)
 
 
 @pytest.mark.parametrize("weight_bytes", [0, 1 << 36])

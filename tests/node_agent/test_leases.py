@@ -1,6 +1,7 @@
 """Leases of instances: a checkpoint the pool cannot hold is read by its engine, which alone knows when it has all."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ ID = InstanceId("i1")
 WAIT_S = 60
 
 
-async def never_fetch(digest: Digest) -> None:
+async def never_fetch(digest: Digest, moved: Callable[[], None]) -> None:
     raise AssertionError(f"{digest} is here")
 
 
@@ -47,3 +48,31 @@ async def test_a_checkpoint_larger_than_the_pool_is_streamed_where_it_may_be(tmp
     finally:
         leases.close()
         store.close()
+
+
+async def test_a_fetch_tells_its_instance_of_progress_and_is_not_waited_for_once_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(StoreConfig(root=tmp_path, dram_pool_bytes=TINY_CHUNK, frame_bytes=TINY_CHUNK))
+    monkeypatch.setattr(store, "is_remote", lambda digest: True)
+    posted: asyncio.Queue[ev.NodeEvent] = asyncio.Queue()
+    is_over = asyncio.Event()
+
+    async def fetch(digest: Digest, moved: Callable[[], None]) -> None:
+        try:
+            moved()
+            await asyncio.Event().wait()
+        finally:
+            is_over.set()
+
+    leases = Leases(store, posted.put_nowait, fetch)
+    leases.acquire(ID, Digest("d"))
+    assert await asyncio.wait_for(posted.get(), WAIT_S) == ev.BytesMoved(ID)
+    leases.release(ID)
+    await asyncio.wait_for(is_over.wait(), WAIT_S)
+    leases.acquire(InstanceId("i2"), Digest("d"))
+    leases.release(InstanceId("i2"))
+    await asyncio.sleep(0.01)
+    assert posted.empty(), "it was given up before it began"
+    leases.close()
+    store.close()

@@ -23,6 +23,7 @@ from nearline.protocol.secret_files import write_secret
 
 START_TIMEOUT_S = 60.0
 POLL_S = 0.02
+LOG_CHECK_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +114,14 @@ async def _start_all(
     )  # fmt: skip
     await _start(platform, agent, lambda: True)
     keepers += [asyncio.create_task(child.keep_running(_restart_notice(say))) for child in platform.children]
+    keepers.append(asyncio.create_task(_keep_logs_small(platform.children)))
+
+
+async def _keep_logs_small(children: list[Child]) -> None:
+    while True:
+        for child in children:
+            child.cut_log()
+        await asyncio.sleep(LOG_CHECK_S)
 
 
 def _restart_notice(say: Callable[[str], None]) -> Callable[[Child], None]:

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from nearline.protocol.log_files import MAX_LOG_BYTES, older
 
 PR_SET_PDEATHSIG = 1
 MAX_BACKOFF_S = 10.0
@@ -65,6 +68,19 @@ class Child:
             on_restart(self)
             await asyncio.sleep(backoff_s)
             await self.start()
+
+    def cut_log(self) -> None:
+        """Begin the log anew if it is full. The child has it open, so what it holds is copied and the file emptied: a
+        line written in that very moment is lost. Where a full disk takes no copy, the log stays as it is."""
+        incoming = older(self.log).with_suffix(".new")
+        with contextlib.suppress(OSError):
+            if self.log.stat().st_size > MAX_LOG_BYTES:
+                try:
+                    shutil.copyfile(self.log, incoming)
+                    incoming.replace(older(self.log))
+                    os.truncate(self.log, 0)
+                finally:
+                    incoming.unlink(missing_ok=True)
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, wait, then SIGKILL."""

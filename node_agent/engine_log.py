@@ -4,7 +4,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-MAX_LOG_BYTES = 1024 * 1024
+from nearline.protocol.log_files import MAX_LOG_BYTES, older
+
 MAX_LOGS = 16
 
 
@@ -15,6 +16,7 @@ class EngineLog:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"engine-{engine_id}.log"
         _remove_oldest(directory)
+        older(self.path).unlink(missing_ok=True)
         self._file = self.path.open("wb", buffering=0)
         self._num_bytes = 0
 
@@ -23,7 +25,7 @@ class EngineLog:
         try:
             if self._num_bytes + len(data) > MAX_LOG_BYTES:
                 self._file.close()
-                self.path.replace(self.path.with_suffix(".log.old"))
+                self.path.replace(older(self.path))
                 self._file = self.path.open("wb", buffering=0)
                 self._num_bytes = 0
             self._file.write(data)

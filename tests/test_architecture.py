@@ -137,7 +137,7 @@ def test_a_room_is_imported_only_through_its_words_and_minds(room: str) -> None:
             if parts[:2] != ["nearline", room] or len(parts) < 3:
                 continue
             is_mind = path.is_relative_to(ROOT / "simulator") and parts[2] in MINDS.get(room, set()) | {"policy"}
-            is_word = parts[2] in WORDS | {"wire", "stderr", "secret_files"}
+            is_word = parts[2] in WORDS | {"wire", "stderr", "secret_files", "log_files"}
             assert is_word or is_mind, f"{path.relative_to(ROOT)} reaches into {name}"
 
 

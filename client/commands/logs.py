@@ -11,6 +11,7 @@ from typer import Argument, Exit, Option
 from nearline.client.commands.options import Json, console, fail, print_json
 from nearline.client.config import default_data_dir
 from nearline.protocol.errors import NotFound
+from nearline.protocol.log_files import older
 
 POLL_S = 0.2
 TAIL_BYTES = 1 << 20
@@ -65,7 +66,7 @@ def last_lines(file: BinaryIO, num_lines: int) -> str:
 def show(path: Path, num_lines: int, follow: bool) -> None:
     """Write the last lines to stdout; when following, all that comes after them, for ever.
 
-    Another file that takes the place of the log (a process began again, or its log was full) is read from its start.
+    A full log is followed into what takes its place, the same file, emptied, or another one; so is a process's next.
     """
     file = path.open("rb")
     try:
@@ -77,10 +78,23 @@ def show(path: Path, num_lines: int, follow: bool) -> None:
             elif is_replaced:
                 file.close()
                 file = path.open("rb")
+            elif file.tell() > os.fstat(file.fileno()).st_size:
+                _write(_missed(path, file.tell()))
+                file.seek(0)
             else:
                 time.sleep(POLL_S)
     finally:
         file.close()
+
+
+def _missed(path: Path, position: int) -> str:
+    """What a log held behind a position when it was emptied."""
+    try:
+        with older(path).open("rb") as file:
+            file.seek(position)
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _is_replaced(path: Path, file: BinaryIO) -> bool:

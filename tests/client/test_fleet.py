@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from aiohttp import web
 
 from nearline.client.commands.logs import last_lines, log_files, show
+from nearline.client.processes import Child
+from nearline.protocol.log_files import older
 from tests.client.conftest import Server
 from tests.client.test_cli import nearline
 
@@ -102,6 +105,30 @@ def test_following_goes_on_in_the_file_that_takes_the_place_of_a_full_one(data_d
         assert process.stdout.readline() == "five\n"
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
+
+
+def test_following_misses_nothing_of_a_log_that_is_cut_while_its_process_writes(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`four` comes between the last look and the cut, `five` after it."""
+    child = Child("controller", [], data_dir / "logs" / "controller.log")
+    monkeypatch.setattr("nearline.client.processes.MAX_LOG_BYTES", 10)
+    with child.log.open("a", buffering=1) as writer:
+
+        def turns() -> Iterator[None]:
+            writer.write("four\n")
+            child.cut_log()
+            yield
+            writer.write("five\n")
+            yield
+            raise KeyboardInterrupt
+
+        passing = turns()
+        monkeypatch.setattr("nearline.client.commands.logs.time.sleep", lambda _: next(passing))
+        with pytest.raises(KeyboardInterrupt):
+            show(child.log, 1, follow=True)
+    assert capsys.readouterr().out == "three\nfour\nfive\n"
+    assert (child.log.read_text(), older(child.log).read_text()) == ("five\n", "one\ntwo\nthree\nfour\n")
 
 
 def test_following_outlasts_the_moment_in_which_a_full_file_is_gone_and_the_next_not_there_yet(

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from nearline.node_agent.engine_log import MAX_LOG_BYTES, MAX_LOGS, EngineLog
+from nearline.node_agent.engine_log import MAX_LOGS, EngineLog
+from nearline.protocol.log_files import MAX_LOG_BYTES
 
 
 def test_a_chatty_engine_keeps_its_last_words_and_not_the_disk(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""A child of `nearline up`: what it writes is kept within bounds while it writes on."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nearline.client.processes import Child
+from nearline.protocol.log_files import MAX_LOG_BYTES, older
+
+NUM_TURNS, NUM_LINES, LINE_BYTES = 4, 8_000, 100
+CHATTY = f"""
+import pathlib, sys, time
+for turn in range({NUM_TURNS}):
+    while not pathlib.Path(sys.argv[1], str(turn)).exists():
+        time.sleep(0.01)
+    for number in range({NUM_LINES}):
+        print(f"{{turn}} {{number:{LINE_BYTES - 3}d}}")
+    sys.stdout.flush()
+"""
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+async def test_a_chatty_childs_log_stays_small_and_keeps_every_line_between_two_cuts(tmp_path: Path) -> None:
+    child = Child("chatty", [sys.executable, "-c", CHATTY, str(tmp_path)], tmp_path / "chatty.log")
+    await child.start()
+    for turn in range(NUM_TURNS):
+        (tmp_path / str(turn)).touch()
+        last = f"{turn} {NUM_LINES - 1:{LINE_BYTES - 3}d}\n".encode()
+        await asyncio.to_thread(_until, lambda last=last: child.log.read_bytes().endswith(last))
+        assert child.log.stat().st_size == NUM_LINES * LINE_BYTES * (1 + turn % 2), "no hole where it was cut"
+        child.cut_log()
+    assert child.process is not None
+    await child.process.wait()
+    assert NUM_LINES * LINE_BYTES < MAX_LOG_BYTES < 2 * NUM_LINES * LINE_BYTES
+    assert (child.log.read_bytes(), older(child.log).read_bytes().count(b"\n")) == (b"", 2 * NUM_LINES)

@@ -45,6 +45,7 @@ def draft_adapter(
     modules = adapter_modules(_weights(directory), spec.vocab_size)
     if not modules:
         raise AdapterMismatch(f"{directory.path}: the adapter changes no module at all; its weights file is empty")
+    _check_saved(directory, settings, modules)
     dtype = _dtype(base_tensors, spec)
     tables = whole_tables(modules, base_tensors, spec, dtype)
     placed = _placed(modules, settings, spec)
@@ -64,6 +65,16 @@ def draft_adapter(
         base_digest=base_digest, rank=rank,
     )  # fmt: skip
     return Draft((*draft_pack(placed, base_tensors, spec, dtype), *tables.values()), files, info)
+
+
+def _check_saved(directory: SourceDirectory, settings: LoraSettings, modules: Mapping[str, AdapterModule]) -> None:
+    there = {name.rpartition(".")[2] for name, module in modules.items() if "weight" in module.parts}
+    missing = [name for name in settings.targets.saved if name not in there]
+    if missing:
+        raise AdapterMismatch(
+            f"{directory.path}: adapter_config.json says that {', '.join(missing)} is replaced whole "
+            "(modules_to_save), but its weights are not there; save the adapter again"
+        )
 
 
 def _placed(modules: dict[str, AdapterModule], settings: LoraSettings, spec: DecoderSpec) -> list[PlacedModule]:

@@ -3,12 +3,16 @@
 Source: LoraConfig of peft 0.21; a field of a later version that is set and unknown here is warned about.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nearline.checkpoint_store.adapter_targets import Targets
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.protocol.adapter_layout import TABLES
 from nearline.protocol.errors import UnsupportedCheckpoint
@@ -27,15 +31,52 @@ _REFUSED = {
     "monteclora_config": "Monte-Carlo LoRA (monteclora_config)",
     "ensure_weight_tying": "tied changes of embedding and head (ensure_weight_tying)",
 }
-_REFUSED_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Initialisations that also change the base's weights: without those changes the adapter means something else."""
-_KNOWN = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias", "use_rslora", "init_lora_weights",
-    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
-    "use_dora", "fan_in_fan_out", "modules_to_save",
-}  # fmt: skip
+_SERVED_INITS = ("gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that leave the base's weights as they are; after the others the adapter means something else."""
+_MAX_SHOWN = 100
+
+_Names = list[str] | str
+_Rank = Annotated[int, Field(ge=1)]
+_Alpha = Annotated[float, Field(allow_inf_nan=False)]
+_A_LIST_OR_PATTERN = "a list of names, or a pattern as text"
+_AN_OBJECT, _A_TEXT, _A_SWITCH = "an object", "a text", "true or false"
+
+
+class _Config(BaseModel):
+    """The fields of an adapter_config.json that are known here, by the JSON types that peft saves; null: not set."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    r: int = Field(ge=1, description="a whole number, for a rank is at least 1,")
+    lora_alpha: float = Field(allow_inf_nan=False, description="a finite number")
+    target_modules: _Names = Field(description=_A_LIST_OR_PATTERN)
+    exclude_modules: _Names | None = Field(None, description=_A_LIST_OR_PATTERN)
+    modules_to_save: list[str] | None = Field(None, description="a list of names")
+    layers_to_transform: list[int] | int | None = Field(None, description="a layer's number, or a list of them,")
+    layers_pattern: _Names | None = Field(None, description=_A_LIST_OR_PATTERN)
+    rank_pattern: dict[str, _Rank] | None = Field(None, description="an object of patterns and ranks of at least 1")
+    alpha_pattern: dict[str, _Alpha] | None = Field(None, description="an object of patterns and finite numbers")
+    init_lora_weights: bool | str | None = Field(None, description="true, false or a name")
+    use_rslora: bool | None = Field(None, description=_A_SWITCH)
+    use_dora: bool | None = Field(None, description=_A_SWITCH)
+    fan_in_fan_out: bool | None = Field(None, description=_A_SWITCH)
+    inference_mode: bool | None = Field(None, description=_A_SWITCH)
+    bias: Literal["none", "all", "lora_only"] | None = Field(None, description="none, all or lora_only")
+    lora_dropout: float | None = Field(None, description="a number")
+    task_type: str | None = Field(None, description=_A_TEXT)
+    peft_type: str | None = Field(None, description=_A_TEXT)
+    peft_version: str | None = Field(None, description=_A_TEXT)
+    base_model_name_or_path: str | None = Field(None, description=_A_TEXT)
+    revision: str | None = Field(None, description=_A_TEXT)
+    megatron_core: str | None = Field(None, description=_A_TEXT)
+    auto_mapping: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    megatron_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    loftq_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    eva_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    corda_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    lora_ga_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    runtime_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
+    qalora_group_size: int | None = Field(None, description="a whole number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +89,7 @@ class LoraSettings:
     use_dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    targets: Targets
 
     def rank(self, module: str) -> int:
         return int(_by_pattern(self.rank_pattern, module, self.r))
@@ -59,49 +101,101 @@ class LoraSettings:
 
 
 def read_settings(config: Mapping[str, Any], reporter: Reporter) -> LoraSettings:
-    """Read a config. Raises UnsupportedCheckpoint naming the first feature that is not served."""
+    """Read a config. Raises UnsupportedCheckpoint naming the first field whose value is not served, or cannot be."""
     if config.get("peft_type") != "LORA":
-        raise UnsupportedCheckpoint(f"adapters of type {config.get('peft_type')!r} are not served; only LORA is")
+        raise UnsupportedCheckpoint(
+            f"adapters of type {_shown(config.get('peft_type'))} (peft_type) are not served; only LORA is"
+        )
     for field, feature in _REFUSED.items():
         if config.get(field):
             raise UnsupportedCheckpoint(f"the adapter uses {feature}, which is not served; train it without")
-    whole = [name for name in config.get("modules_to_save") or () if name not in TABLES]
-    if whole:
-        raise UnsupportedCheckpoint(
-            f"the adapter replaces {', '.join(map(str, whole))} (modules_to_save), which is not served; only "
-            f"{' and '.join(TABLES)} may be replaced whole"
-        )
-    init = str(config.get("init_lora_weights", True)).lower()
-    if init.startswith(_REFUSED_INITS):
-        raise UnsupportedCheckpoint(
-            f"the adapter was initialised by {init}, which also changes the base; save it again with "
-            "path_initial_model_for_weight_conversion to get plain LoRA"
-        )
-    unknown = sorted(name for name, value in config.items() if value and name not in _KNOWN)
+    try:
+        found = _Config.model_validate(config)
+    except ValidationError as error:
+        raise _complaint(str(error.errors()[0]["loc"][0]), config) from None
+    _check(found, config)
+    known = {*_Config.model_fields, *_REFUSED}
+    unknown = sorted(name for name, value in config.items() if value and name not in known)
     if unknown:
         reporter.warn(f"settings of adapter_config.json that are not known here were ignored: {', '.join(unknown)}")
-    return _settings(config)
+    layers, patterns = found.layers_to_transform, found.layers_pattern or ()
+    return LoraSettings(
+        r=found.r,
+        alpha=found.lora_alpha,
+        use_rslora=bool(found.use_rslora),
+        use_dora=bool(found.use_dora),
+        rank_pattern=found.rank_pattern or {},
+        alpha_pattern=found.alpha_pattern or {},
+        targets=Targets(
+            found.target_modules,
+            found.exclude_modules or (),
+            found.modules_to_save or (),
+            [layers] if isinstance(layers, int) else layers or (),
+            [patterns] if isinstance(patterns, str) else patterns,
+        ),
+    )
 
 
-def _settings(config: Mapping[str, Any]) -> LoraSettings:
-    try:
-        settings = LoraSettings(
-            r=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            use_rslora=bool(config.get("use_rslora")),
-            use_dora=bool(config.get("use_dora")),
-            rank_pattern={str(key): int(value) for key, value in (config.get("rank_pattern") or {}).items()},
-            alpha_pattern={str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()},
+def _complaint(field: str, config: Mapping[str, Any]) -> UnsupportedCheckpoint:
+    found = f"is {_shown(config[field])}" if field in config else "is missing"
+    return UnsupportedCheckpoint(
+        f"adapter_config.json: {field} {found}; {_Config.model_fields[field].description} is expected"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) or value is None else json.dumps(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def _check(found: _Config, config: Mapping[str, Any]) -> None:
+    """Refuse what has the right type and cannot be meant, or is not served."""
+    whole = [name for name in found.modules_to_save or () if name not in TABLES]
+    if whole:
+        raise UnsupportedCheckpoint(
+            f"the adapter replaces {', '.join(whole)} (modules_to_save), which is not served; only "
+            f"{' and '.join(TABLES)} may be replaced whole"
         )
-        for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
-            re.compile(pattern)
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
-        raise UnsupportedCheckpoint(f"adapter_config.json holds a value we cannot use: {error!r}") from None
-    if min([settings.r, *settings.rank_pattern.values()]) < 1:
-        raise UnsupportedCheckpoint(f"adapter_config.json asks for rank {settings.r}; a rank is at least 1")
-    if not all(math.isfinite(alpha) for alpha in (settings.alpha, *settings.alpha_pattern.values())):
-        raise UnsupportedCheckpoint("adapter_config.json holds an alpha that is not finite")
-    return settings
+    init = found.init_lora_weights
+    if isinstance(init, str) and init.lower() not in _SERVED_INITS:
+        raise UnsupportedCheckpoint(
+            f"the adapter was initialised by {init.lower()[:_MAX_SHOWN]}, which also changes the base or is not known "
+            "(init_lora_weights); save it again with path_initial_model_for_weight_conversion to get plain LoRA"
+        )
+    for field, patterns in (
+        ("rank_pattern", [rf"(.*\.)?({one})$" for one in found.rank_pattern or ()]),
+        ("alpha_pattern", [rf"(.*\.)?({one})$" for one in found.alpha_pattern or ()]),
+        ("target_modules", _texts(found.target_modules)),
+        ("exclude_modules", _texts(found.exclude_modules)),
+        ("layers_pattern", [rf"(?:^|.*?\.){one}\.(?P<layer>\d+)\." for one in _listed(found.layers_pattern)]),
+    ):
+        if not all(map(_compiles, patterns)):
+            raise UnsupportedCheckpoint(
+                f"adapter_config.json: {field} is {_shown(config[field])}; what is no regular expression is in it"
+            )
+    for field in ("layers_to_transform", "layers_pattern"):
+        if isinstance(found.target_modules, str) and config.get(field) is not None:
+            raise UnsupportedCheckpoint(
+                f"adapter_config.json: {field} is {_shown(config[field])}, which needs target_modules to be a list"
+            )
+    if found.layers_pattern and found.layers_to_transform is None:
+        raise UnsupportedCheckpoint("adapter_config.json: layers_pattern is set, but not layers_to_transform")
+
+
+def _texts(names: _Names | None) -> list[str]:
+    return [names] if isinstance(names, str) else []
+
+
+def _listed(names: _Names | None) -> list[str]:
+    return [names] if isinstance(names, str) else names or []
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:

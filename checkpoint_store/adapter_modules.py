@@ -72,6 +72,12 @@ class AdapterModule:
             if part not in self.parts:
                 found = f"lora_{other}" if other in self.parts else "a magnitude"
                 raise AdapterMismatch(f"{path}: {self.name!r} has {found} but no lora_{part}; save the adapter again")
+        if not settings.targets.has(self.peft_name):
+            raise AdapterMismatch(
+                f"{path}: {self.name!r} has LoRA, but adapter_config.json does not name it (target_modules, "
+                "exclude_modules, layers_to_transform, layers_pattern, modules_to_save), so peft would not load it; "
+                "save the adapter again"
+            )
         a, b = self.parts["A"].entry.shape, self.parts["B"].entry.shape
         if self.is_embedding:
             base = base[::-1]
@@ -83,14 +89,16 @@ class AdapterModule:
             )
         if rank != expected:
             raise AdapterMismatch(
-                f"{path}: {self.name!r} has rank {rank}, adapter_config.json says {expected}; which scaling is meant "
-                "cannot be known"
+                f"{path}: {self.name!r} has rank {rank}, adapter_config.json says {expected} (r, rank_pattern); which "
+                "scaling is meant cannot be known"
             )
         if settings.use_dora and self.layer < 0:
             raise UnsupportedCheckpoint(f"{path}: DoRA on {self.name!r} is not served; train it without use_dora there")
         if settings.use_dora != ("magnitude_vector" in self.parts):
             has, says = ("no magnitude", "DoRA") if settings.use_dora else ("a magnitude", "no DoRA")
-            raise AdapterMismatch(f"{path}: {self.name!r} has {has}, adapter_config.json says {says}; save it again")
+            raise AdapterMismatch(
+                f"{path}: {self.name!r} has {has}, adapter_config.json says {says} (use_dora); save it again"
+            )
         return rank
 
 

@@ -68,7 +68,8 @@ class _Flat:
                 content = to_dtype(compute(), dtype)
                 if content is None:
                     raise CheckpointCorrupt(
-                        f"the adapter's numbers do not fit the base's dtype {dtype}; train it again"
+                        f"the adapter's numbers, scaled by lora_alpha or alpha_pattern, do not fit the base's dtype "
+                        f"{dtype}; train it again"
                     )
                 yield bytes(offset - done) + content
                 done = offset + len(content)
@@ -134,9 +135,10 @@ def _matrix_a(one: PlacedModule) -> Callable[[], Floats]:
 
 def _matrix_b(one: PlacedModule, base: Mapping[str, StoredTensor]) -> Callable[[], Floats]:
     def compute() -> Floats:
-        scaled: Floats = read_float32(one.module.parts["B"]) * np.float32(one.scaling)
-        if "gain" in adapter_changes.changes(one.module, base):
-            scaled *= adapter_changes.gain(one.module, one.scaling, base)[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
+            scaled: Floats = read_float32(one.module.parts["B"]) * np.float32(one.scaling)
+            if "gain" in adapter_changes.changes(one.module, base):
+                scaled *= adapter_changes.gain(one.module, one.scaling, base)[:, None]
         return np.ascontiguousarray(scaled.T)
 
     return compute

@@ -7,7 +7,7 @@ from nearline.checkpoint_store.source_directory import SourceDirectory
 from nearline.protocol.errors import UnsupportedCheckpoint
 
 _ADDED_NAME = "added_tokens.json"
-_MAX_NAMED = 5
+_MAX_NAMED, _MAX_DIGITS = 5, 18
 
 
 def check_tokens(adapter: SourceDirectory, base: SourceDirectory) -> None:
@@ -39,7 +39,7 @@ def _added(adapter: SourceDirectory, settings: dict[str, Any]) -> dict[str, int]
     found |= {token: i for token, i in (adapter.json(_ADDED_NAME) or {}).items() if isinstance(i, int)}
     decoder = settings.get("added_tokens_decoder")
     for token_id, one in decoder.items() if isinstance(decoder, dict) else ():
-        if (token := _content(one)) and token_id.isdecimal():
+        if (token := _content(one)) and token_id.isdecimal() and len(token_id) <= _MAX_DIGITS:
             found[token] = int(token_id)
     return found
 
@@ -56,7 +56,7 @@ def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
     if isinstance(vocabulary, dict):
         return vocabulary
     pairs = vocabulary if isinstance(vocabulary, list) else []
-    return {pair[0]: i for i, pair in enumerate(pairs) if isinstance(pair, list) and pair}
+    return {pair[0]: i for i, pair in enumerate(pairs) if isinstance(pair, list) and pair and isinstance(pair[0], str)}
 
 
 def _content(token: Any) -> str:

@@ -74,8 +74,10 @@ def _fetch_directory(base: str, folder: Path, reporter: Reporter) -> Path:
 def _shards(path: Path, base: str) -> list[str]:
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()), key=str)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorrupt(f"{base}/{INDEX_NAME} is no index of shards ({error!r})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointCorrupt(
+            f"{base}/{INDEX_NAME} is no index of shards: an object is expected whose weight_map names a file per tensor"
+        ) from None
     for name in names:
         if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\0" in name:
             raise InvalidRequest(f"{base}/{INDEX_NAME} names {name!r}, which is no shard beside it", param="source")

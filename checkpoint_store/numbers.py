@@ -57,7 +57,7 @@ def read_float32(tensor: StoredTensor) -> Floats:
 def to_dtype(values: Floats, dtype: str) -> bytes | None:
     """Round numbers to a dtype in DTYPES, to the nearest, ties to even. None if one becomes infinite."""
     if dtype == "F32":
-        return values.astype("<f4").tobytes()
+        return values.astype("<f4").tobytes() if np.isfinite(values).all() else None
     if dtype == "F16":
         with np.errstate(over="ignore"):
             halves = values.astype("<f2")

@@ -84,7 +84,7 @@ async def test_deep_recursive_and_huge_schemas_are_bounded_in_time(checker: Gram
     for schema in (deep, wide, product, {"enum": ["x" * 1000] * 1000}):
         await refusal(checker, JSON, schema)
     assert "at most" in await refusal(checker, REGEX, "a" * (MAX_CHARS + 1))
-    assert time.monotonic() - started_at < 5
+    assert time.monotonic() - started_at < 30
 
 
 async def test_a_choice_is_any_text_letter_for_letter(

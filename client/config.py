@@ -15,13 +15,14 @@ DATA_VARIABLE = "NEARLINE_DATA"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientConfig:
-    """`max_retries` repeats only what the server marks as worth repeating, honouring its Retry-After."""
+    """`max_retries` repeats only what the server marks as worth repeating, honouring its Retry-After. A server that
+    sends nothing for `idle_timeout_s` is gone: a stream shows a sign of life every few seconds."""
 
     url: str
     api_key: str | None = None
     max_retries: int = 2
     connect_timeout_s: float = 5.0
-    request_timeout_s: float = 600.0
+    idle_timeout_s: float = 120.0
 
 
 def client_config(url: str | None = None, api_key: str | None = None) -> ClientConfig:

@@ -59,7 +59,7 @@ class AsyncFunction:
 
     async def remote(self, text: str | None = None, **options: Any) -> Output:
         """Invoke and wait for the whole answer."""
-        return output_of(await self._transport.json("POST", self._path, invocation(text, options)))
+        return output_of(await self._transport.json("POST", self._path, invocation(text, options), is_long=True))
 
     async def stream(self, text: str | None = None, **options: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of the invocation as they come: {"delta": str} and a last one with timings and usage."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from nearline.protocol.errors import ErrorInfo, NearlineError, StateUnavailable
 MAX_BACKOFF_S = 8.0
 MAX_RETRY_AFTER_S = 120.0
 MAX_SSE_LINE_BYTES = 1 << 20
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds of silence before the first question, seconds between questions, and how many."""
 
 
 class Transport:
@@ -23,9 +26,14 @@ class Transport:
         self.config = config
         self._session: aiohttp.ClientSession | None = None
 
-    async def json(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
-        """Send one request and return the decoded body (None when empty). Raises the server's NearlineError."""
-        async with self.open(method, path, body, headers) as response:
+    async def json(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, *, is_long: bool = False
+    ) -> Any:
+        """Send one request and return the decoded body (None when empty). Raises the server's NearlineError.
+
+        A long one is silent until it is answered whole, however long that takes: only TCP says that the server lives.
+        """
+        async with self.open(method, path, body, headers, is_long=is_long) as response:
             text = await response.text()
             return json.loads(text) if text else None
 
@@ -48,12 +56,14 @@ class Transport:
 
     @asynccontextmanager
     async def open(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, *, is_long: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Open a successful response. Retries refused connections never: they carry no promise to come back."""
+        idle_s = None if is_long else self.config.idle_timeout_s
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s, sock_read=idle_s)
         for attempt in range(self.config.max_retries + 1):
             try:
-                response = await self._send(method, path, body, headers)
+                response = await self._send(method, path, body, headers, limits)
             except aiohttp.ClientConnectorError:
                 raise StateUnavailable(f"nothing answers at {self.config.url}; start it with `nearline up`") from None
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -72,19 +82,31 @@ class Transport:
                 raise refusal
             await asyncio.sleep(delay)
 
-    async def _send(self, method: str, path: str, body: Any, headers: dict[str, str] | None) -> aiohttp.ClientResponse:
+    async def _send(
+        self, method: str, path: str, body: Any, headers: dict[str, str] | None, limits: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, read_bufsize=MAX_SSE_LINE_BYTES)
+            connector = aiohttp.TCPConnector(socket_factory=watched_socket)
+            self._session = aiohttp.ClientSession(connector=connector, read_bufsize=MAX_SSE_LINE_BYTES)
         sent = dict(headers or {})
         if self.config.api_key:
             sent["Authorization"] = f"Bearer {self.config.api_key}"
-        return await self._session.request(method, self.config.url + path, json=body, headers=sent)
+        return await self._session.request(method, self.config.url + path, json=body, headers=sent, timeout=limits)
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket that asks a silent peer whether it is there, and breaks after about a minute without an answer."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 def error_of(body: Any, status: int) -> NearlineError:

@@ -113,10 +113,17 @@ def _entry(name: str, fields: Any, data_start: Bytes, label: str) -> TensorEntry
     try:
         dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
         numbers = [*shape, begin, end]
-        if any(type(number) is not int or number < 0 for number in numbers):
-            raise ValueError("shape and offsets must be whole numbers")
+    except (KeyError, TypeError, ValueError):
+        dtype, shape, numbers = None, None, []
+    is_listed = isinstance(dtype, str) and isinstance(shape, list)
+    if not is_listed or any(type(number) is not int or number < 0 for number in numbers):
+        raise CheckpointCorrupt(
+            f"{label}: tensor {name!r} is badly described; a dtype, a shape and two data_offsets in whole numbers "
+            "are expected; fetch the file again"
+        )
+    try:
         size = tensor_bytes(dtype, shape)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointCorrupt(f"{label}: tensor {name!r} is badly described: {error}") from None
     if end - begin != size:
         raise CheckpointCorrupt(

@@ -1,11 +1,13 @@
 """`nearline replay`: a journal in short, or why one of its requests waited, told by the core that decided it."""
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nearline.controller import actions as do
 from nearline.controller import events as happened
@@ -74,25 +76,34 @@ class Summary:
         if request_id in self.waiting:
             self.waits[request_id] = now - self.waiting.pop(request_id)
 
-    def slowest(self) -> list[tuple[Seconds, RequestId, str]]:
-        """The longest waits first: seconds, request, and a word on those that still wait when the journal ends."""
-        rows = [(seconds, request_id, "") for request_id, seconds in self.waits.items()]
-        rows += [(self.last_at - at, request_id, "  (still waits)") for request_id, at in self.waiting.items()]
+    def slowest(self) -> list[tuple[Seconds, RequestId, bool]]:
+        """The longest waits first: seconds, request, and whether it still waits when the journal ends."""
+        rows = [(seconds, request_id, False) for request_id, seconds in self.waits.items()]
+        rows += [(self.last_at - at, request_id, True) for request_id, at in self.waiting.items()]
         return sorted(rows, key=lambda row: (-row[0], row[1]))[:NUM_SLOWEST]
 
 
-def overview(path: Path) -> Iterator[str]:
-    """Replay all of a journal and say in lines what it held, and which of its requests to ask about."""
+def overview(path: Path) -> dict[str, Any]:
+    """Replay all of a journal: what it held, and which of its requests to ask about. Raises WireError."""
     summary = Summary()
     found = digest(summary.watched(replay(path)))
-    num_requests = len(summary.waits) + len(summary.waiting)
-    seconds = summary.last_at - (summary.first_at or 0.0)
-    yield f"replayed  {path}: {summary.num_events} events in {seconds:.1f} s, {num_requests} requests"
-    yield f"digest    {found}  (equal digests: the same actions in the same order)"
-    if num_requests:
+    return {
+        "file": str(path),
+        "num_events": summary.num_events,
+        "seconds": summary.last_at - (summary.first_at or 0.0),
+        "num_requests": len(summary.waits) + len(summary.waiting),
+        "digest": found,
+        "slowest": [{"request": who, "wait_s": s, "still_waits": waits} for s, who, waits in summary.slowest()],
+    }
+
+
+def _lines(seen: dict[str, Any]) -> Iterator[str]:
+    yield "replayed  {file}: {num_events} events in {seconds:.1f} s, {num_requests} requests".format_map(seen)
+    yield f"digest    {seen['digest']}  (equal digests: the same actions in the same order)"
+    if seen["num_requests"]:
         yield "slowest   to the first token or the end; why: --request ID"
-    for wait, request_id, note in summary.slowest():
-        yield f"{wait:10.3f} s  {request_id}{note}"
+    for row in seen["slowest"]:
+        yield f"{row['wait_s']:10.3f} s  {row['request']}{'  (still waits)' if row['still_waits'] else ''}"
 
 
 def sentence(item: happened.Event | do.Action) -> str:
@@ -151,26 +162,29 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="nearline replay", description=main.__doc__)
     parser.add_argument("file", type=Path, help="a journal, <data>/controller/journal/<epoch>.000.journal")
     parser.add_argument("--request", type=RequestId, help="tell what happened to this request, and why it waited")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
         if options.request is None:
-            for line in overview(options.file):
-                sys.stdout.write(line + "\n")
+            seen = overview(options.file)
+            sys.stdout.write("\n".join([json.dumps(seen)] if options.json else _lines(seen)) + "\n")
             return 0
-        start = None
-        for now, text in story(options.request, options.file):
-            start = now if start is None else start
-            when = "" if now is None or start is None else f"{now - start:+.3f} s"
-            sys.stdout.write(f"{when:>12}  {text}\n")
+        told = list(story(options.request, options.file))
     except OSError as error:
         sys.stderr.write(f"cannot replay {options.file}: {error.strerror}\n")
         return 1
     except WireError as error:
         sys.stderr.write(f"cannot replay {options.file}: {error}\n")
         return 1
-    if start is None:
+    if not told:
         sys.stderr.write(f"{options.file} holds no request {options.request!r}\n")
         return 1
+    since = [(None if now is None else now - (told[0][0] or 0.0), text) for now, text in told]
+    if options.json:
+        sys.stdout.write(json.dumps([{"after_s": after_s, "what": text} for after_s, text in since]) + "\n")
+    else:
+        for after_s, text in since:
+            sys.stdout.write(f"{'' if after_s is None else f'{after_s:+.3f} s':>12}  {text}\n")
     return 0
 
 

@@ -62,7 +62,7 @@ def up(
         int | None, typer.Option(min=1, help="Models that may run at once on each device (default: by cores).")
     ] = None,
     prewarm: Annotated[
-        int | None, typer.Option(min=0, help="Engine processes kept ready for the next cold start (default 1).")
+        int | None, typer.Option(min=0, help="Engine processes kept ready per device (default: its slots, at most 2).")
     ] = None,
     pool: Annotated[
         str | None,

@@ -1,5 +1,6 @@
 """The journal: what was decided live is decided again, in any process; and one request's story can be told."""
 
+import json
 import os
 import subprocess
 import sys
@@ -89,6 +90,14 @@ def test_a_replay_names_the_slowest_requests_so_that_they_can_be_asked_about(
     assert [row[2] for row in rows] == ["slow", "quick", "unserved"]
     assert [float(row[0]) for row in rows] == pytest.approx([3.0, 1.0, 0.5], abs=0.2)
     assert rows[2][3:] == ["(still", "waits)"]
+    assert main([str(path), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["num_events"], seen["num_requests"]) == (len(w.journal), 3)
+    assert seen["digest"] in told
+    assert [(row["request"], row["still_waits"]) for row in seen["slowest"]] == [
+        ("slow", False), ("quick", False), ("unserved", True),
+    ]  # fmt: skip
+    assert [row["wait_s"] for row in seen["slowest"]] == pytest.approx([float(row[0]) for row in rows], abs=0.001)
     assert main([str(tmp_path / "absent")]) == 1
     assert capsys.readouterr().err == f"cannot replay {tmp_path / 'absent'}: No such file or directory\n"
 
@@ -236,5 +245,9 @@ def test_a_replay_says_why_a_request_waited_and_where_its_time_went(
         "attempt 1 ended: stop, 3 tokens", "in all",
     ):  # fmt: skip
         assert part in told, told
+    assert main([str(written(tmp_path / "json", w)), "--request", "mine", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["what"] for row in rows] == [line[14:] for line in told.splitlines()]
+    assert (rows[0]["after_s"], rows[-1]["after_s"]) == (0.0, None)
     assert main([str(written(tmp_path / "again", w)), "--request", "nobody"]) == 1
     assert "holds no request 'nobody'" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from nearline.protocol.frames import FromEngine, PoolLayout
 
 KILL_AFTER_S: Seconds = 3.0
 """Grace between SIGTERM and SIGKILL."""
-EXIT_GRACE_S: Seconds = 1.0
-"""Time to exit by itself for a process that has closed its socket."""
+EXIT_GRACE_S: Seconds = 5.0
+"""Time to exit by itself for a process that has closed its socket: one with torch takes a while on a busy machine."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """An engine that reads so little that this much piles up is stuck, and is ended."""

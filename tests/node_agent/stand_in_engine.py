@@ -1,8 +1,8 @@
 """An engine process without tensors, for faults a real one should not have. Speaks the real frames.
 
 Counts instead of thinking: token i of a sequence is its position. The model's name says what goes wrong:
-dies-at-bind, fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM), dies-at-submit,
-rots-at-submit (its bytes do), bad-adapter, lets-go (of its frames, as on a device with memory of its own).
+dies-at-bind, dies-slowly (its socket closed), fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM),
+dies-at-submit, rots-at-submit (its bytes do), bad-adapter, lets-go (of its frames, as where a device has memory).
 """
 
 import argparse
@@ -97,6 +97,10 @@ class StandIn:
     def bind(self, bind: Bind) -> None:
         self.model = bind.spec.model_id
         if self.model == "dies-at-bind":
+            sys.exit(7)
+        if self.model == "dies-slowly":
+            self.agent.close()
+            time.sleep(2.0)
             sys.exit(7)
         if self.model == "never-binds":
             return

@@ -125,6 +125,13 @@ async def test_engines_that_fail_while_binding_say_why_and_free_the_slot(
     assert sorted(i.instance_id for i in report.instances) == ["i4", "i5"]
 
 
+async def test_an_engine_that_takes_its_time_to_end_says_why_by_its_own_exit_code(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, object]
+) -> None:
+    await controller.ensure("i1", stored_checkpoint[0].digest, "dies-slowly")
+    assert "exit code 7" in (await controller.state("i1", "failed")).error.message
+
+
 async def test_engines_that_cannot_start_are_tried_ever_later_and_waiting_instances_hear_of_it(
     controller: FakeController, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, object]
 ) -> None:

@@ -388,13 +388,13 @@ class Runtime:
     async def _check_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._config.check_interval_s)
-            for node_id, digest in self._janitor.sweep(self.core.fleet, CLOCK()):
-                log.info("checkpoint deleted: no name needs it", digest=digest, node=node_id)
-                self._links.send(node_id, DeleteCheckpoint(digest))
-            for instance_id in [i for i in self._tracks if i not in self.core.fleet.instances]:
-                del self._tracks[instance_id]
             try:
+                for node_id, digest in self._janitor.sweep(self.core.fleet, CLOCK()):
+                    log.info("checkpoint deleted: no name needs it", digest=digest, node=node_id)
+                    self._links.send(node_id, DeleteCheckpoint(digest))
+                for instance_id in [i for i in self._tracks if i not in self.core.fleet.instances]:
+                    del self._tracks[instance_id]
                 self.core.check()
-            except AssertionError as problem:
+            except Exception as problem:  # or what follows from it; it is looked at again
                 self.counters.num_check_failures += 1
-                log.error("an invariant of the core does not hold", problem=str(problem))
+                log.error("an invariant of the core does not hold", problem=repr(problem))

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Container, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +30,12 @@ from nearline.controller.registry import Registry
 from nearline.controller.runtime import Runtime
 from nearline.controller.tenants import Tenants
 from nearline.controller.text import TextModels
-from nearline.protocol import TenantId
+from nearline.protocol import Digest, TenantId
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError, StateUnavailable
 
 CONNECT_LIMIT_S = 10.0
 NUM_PRELOADED_TEXTS = 8
+TEXT_SWEEP_S = 60.0
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +82,7 @@ async def serve(config: ServiceConfig) -> None:
         stack.push_async_callback(runner.cleanup)
         await stack.enter_async_context(runtime)
         await _load(door)
-        await _Front(config, door, runner, stop).run()
+        await _Front(config, door, runner, stop, runtime.core.fleet.references.counts).run()
 
 
 def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[Runtime, Door]:
@@ -122,9 +123,13 @@ async def _load(door: Door) -> None:
 
 
 class _Front:
-    """Listens, works on jobs and keeps the lease until told to stop. Owns: those tasks."""
+    """Listens, works on jobs and keeps the lease until told to stop. Owns: those tasks. `needed` are the checkpoints
+    that names and requests need at any time."""
 
-    def __init__(self, config: ServiceConfig, door: Door, runner: web.AppRunner, stop: asyncio.Event) -> None:
+    def __init__(
+        self, config: ServiceConfig, door: Door, runner: web.AppRunner, stop: asyncio.Event, needed: Container[Digest]
+    ) -> None:
+        self._needed = needed
         self._config = config
         self._door = door
         self._runner = runner
@@ -141,7 +146,7 @@ class _Front:
         consumer = f"controller-{door.lease.token}"
         worker = JobWorker(door.state, door.jobs, run, consumer, config.max_running_jobs)
         keepers = [self._start("lease", door.lease.keep(self._lost)), self._start("job news", door.jobs.listen())]
-        workers = [self._start("job worker", worker.serve()), self._start("text preload", _preload_texts(door))]
+        workers = [self._start("job worker", worker.serve()), self._start("texts", _tend_texts(door, self._needed))]
         try:
             await self._stop.wait()
             log.info("stopping", reason=self._failures[0] if self._failures else "asked to")
@@ -187,14 +192,25 @@ async def _drain(door: Door) -> None:
         await asyncio.sleep(0.05)
 
 
+async def _tend_texts(door: Door, needed: Container[Digest]) -> None:
+    """Keep the tokenizers that are `needed`, and no others."""
+    await _preload_texts(door)
+    while True:
+        try:
+            await door.texts.sweep(needed)
+        except OSError as error:
+            log.warning("texts_not_swept", error=str(error))
+        await asyncio.sleep(TEXT_SWEEP_S)
+
+
 async def _preload_texts(door: Door) -> None:
     """Have the tokenizers of the newest models ready before the first request needs them."""
     newest = sorted(door.registry.models.values(), key=lambda spec: -spec.created_at)
     for spec in newest[:NUM_PRELOADED_TEXTS]:
         try:
             await door.texts.preload(spec.checkpoint)
-        except NearlineError as error:  # no node yet: the first request will fetch it
-            log.info("text_not_preloaded", model=spec.model_id, error=error.message)
+        except Exception as error:  # no node yet, or a torn file: the first request will fetch it, or say it
+            log.info("text_not_preloaded", model=spec.model_id, error=repr(error))
 
 
 async def _listen(site: web.TCPSite, config: ServiceConfig) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ class TextModels:
         self._directory = directory
         self._fetch_file = fetch_file
         self._loaded: OrderedDict[Digest, asyncio.Task[TextModel]] = OrderedDict()
+        self._unneeded: list[Digest] = []
 
     async def get(self, checkpoint: CheckpointInfo, adapter: CheckpointInfo | None = None) -> TextModel:
         """Give the text model of a checkpoint, with an adapter's own chat template where it has one."""
@@ -244,6 +246,18 @@ class TextModels:
         else:
             named_templates(await self._files(checkpoint))
 
+    async def sweep(self, needed: Container[Digest]) -> None:
+        """Forget the checkpoints that nothing needs and nothing needed at the sweep before, those of earlier runs too.
+
+        A text is loaded before its name is registered; one that is swept all the same is fetched again.
+        """
+        found = await asyncio.to_thread(_names, self._directory)
+        before, self._unneeded = self._unneeded, [digest for digest in found if digest not in needed]
+        for digest in before:
+            if digest not in needed:
+                self._loaded.pop(digest, None)
+                await asyncio.to_thread(shutil.rmtree, self._directory / digest, ignore_errors=True)
+
     async def _get(self, checkpoint: CheckpointInfo) -> TextModel:
         task = self._loaded.get(checkpoint.digest)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -256,7 +270,11 @@ class TextModels:
 
     async def _load(self, checkpoint: CheckpointInfo) -> TextModel:
         files = await self._files(checkpoint)
-        return await asyncio.to_thread(TextModel, files)
+        try:
+            return await asyncio.to_thread(TextModel, files)
+        except Exception:  # a crash may have torn what was kept: the next call fetches it
+            await asyncio.to_thread(shutil.rmtree, self._directory / checkpoint.digest, ignore_errors=True)
+            raise
 
     async def _files(self, checkpoint: CheckpointInfo) -> Files:
         wanted = [n for n in checkpoint.files if n in TEXT_FILES or n.startswith(ADDITIONAL_TEMPLATES)]
@@ -277,5 +295,13 @@ class TextModels:
 def _publish(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     incoming = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    incoming.write_bytes(data)
-    os.replace(incoming, path)
+    try:
+        incoming.write_bytes(data)
+        os.replace(incoming, path)
+    except OSError:
+        incoming.unlink(missing_ok=True)  # on a full disk, what was written of it
+        raise
+
+
+def _names(directory: Path) -> list[Digest]:
+    return sorted(Digest(path.name) for path in directory.iterdir()) if directory.is_dir() else []

@@ -156,7 +156,11 @@ class Registrar:
         task = asyncio.create_task(self._in_turn(change))
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:  # its caller has left: its failure would be told to nobody
+            task.add_done_callback(_log_failure)
+            raise
 
     async def _in_turn(self, change: Coroutine[Any, Any, Event]) -> Event:
         """One change after the other: a setting changed while its model is removed must not bring it back."""
@@ -175,6 +179,12 @@ async def _prepare(door: Door, checkpoint: CheckpointInfo) -> None:
     """Have ready what a name needs before it can be called."""
     await door.registry.note_checkpoint(checkpoint.digest)
     await door.texts.preload(checkpoint)
+
+
+def _log_failure(task: asyncio.Task[Event]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.warning("a change failed after its caller had left", error=repr(error))
 
 
 async def _keeping_bytes(door: Door, change: Coroutine[Any, Any, Event]) -> Event:

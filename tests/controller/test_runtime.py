@@ -307,6 +307,13 @@ async def test_a_start_is_measured_to_its_last_byte(fleet: Fleet) -> None:
         assert abs(row["start_s"] - row["estimate_s"]) == pytest.approx(fleet.runtime.counters.start_error_s, abs=0.05)
 
 
+async def test_checks_go_on_after_one_that_breaks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.runtime.core, "check", lambda: {}["no such model"])
+        await eventually(lambda: fleet.runtime.counters.num_check_failures >= 2)
+    fleet.runtime.counters.num_check_failures = 0
+
+
 async def test_orphans_are_deleted_where_they_lie_and_nothing_is_while_a_name_is_being_made(fleet: Fleet) -> None:
     runtime = fleet.runtime
     runtime._janitor._grace_s = 0.1

@@ -1,6 +1,7 @@
 """Tokenising and chat templates, judged by transformers on the same files."""
 
 import asyncio
+import errno
 import json
 import re
 from dataclasses import replace
@@ -210,6 +211,72 @@ async def test_files_are_fetched_once_and_survive_without_any_node(
     again = await TextModels(tmp_path, fetch).get(info)
     assert await again.encode("a") == await found[0].encode("a")
     other = CheckpointInfo(Digest("e"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
+
+
+async def test_texts_go_once_nothing_needs_them_those_of_earlier_runs_too(
+    tmp_path: Path, tiny_tokenizer_json: dict[str, Any]
+) -> None:
+    fetched: list[Digest] = []
+
+    async def fetch(digest: Digest, name: str) -> bytes:
+        fetched.append(digest)
+        return json.dumps(tiny_tokenizer_json).encode()
+
+    kept, gone = [
+        CheckpointInfo(Digest(digest), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", ("tokenizer.json",))
+        for digest in ("kept", "gone")
+    ]
+    texts = TextModels(tmp_path, fetch)
+    await texts.sweep(())
+    for info in (kept, gone):
+        await texts.get(info)
+    (tmp_path / "earlier").mkdir()
+    needed = {kept.digest: 1}
+    await texts.sweep(needed)
+    assert len(list(tmp_path.iterdir())) == 3, "a name may be on its way"
+    await texts.sweep(needed)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    needed[gone.digest] = 1
+    for info in (kept, gone):
+        await texts.get(info)
+    assert fetched == ["kept", "gone", "gone"]
+    for _ in range(2):
+        await texts.sweep(needed)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_a_file_that_a_crash_has_torn_is_fetched_again(
+    tmp_path: Path, tiny_tokenizer_json: dict[str, Any]
+) -> None:
+    async def fetch(digest: Digest, name: str) -> bytes:
+        return json.dumps(tiny_tokenizer_json).encode()
+
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "tokenizer.json").write_bytes(b"")
+    files = ("tokenizer.json",)
+    info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", files)
+    texts = TextModels(tmp_path, fetch)
+    with pytest.raises(Exception, match="EOF"):
+        await texts.get(info)
+    assert await (await texts.get(info)).encode("a")
+
+
+async def test_what_a_full_disk_takes_of_a_text_does_not_stay_there(
+    tmp_path: Path, tiny_tokenizer_json: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(digest: Digest, name: str) -> bytes:
+        return json.dumps(tiny_tokenizer_json).encode()
+
+    def write_in_part(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_in_part)
+    files = ("tokenizer.json",)
+    info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", files)
+    await TextModels(tmp_path, fetch).get(info)
+    assert list((tmp_path / "d").iterdir()) == []
     with pytest.raises(NodeLost):
         await texts.get(other)
     is_up = True

@@ -4,7 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from nearline.controller.http.registration import Registrar
+from nearline.protocol.errors import StateUnavailable
 from tests.controller.http.conftest import FrontDoor, checkpoint, until
 
 ADAPTER = {"name": "new", "base": "tiny", "source": "/slow"}
@@ -83,3 +86,20 @@ async def test_a_name_that_is_just_being_written_is_removed_after_that(front: Fr
     assert (await removing)[0] == 200
     assert "new" not in front.runtime.models
     assert "new" not in front.door.registry.models
+
+
+async def test_a_change_that_fails_after_its_caller_has_left_is_logged() -> None:
+    go_on = asyncio.Event()
+
+    async def fail() -> Any:
+        await go_on.wait()
+        raise StateUnavailable("Redis is away")
+
+    changing = asyncio.create_task(Registrar()._complete(fail()))
+    await asyncio.sleep(0.01)
+    changing.cancel()
+    await asyncio.wait([changing])
+    with capture_logs() as logs:
+        go_on.set()
+        await until(lambda: bool(logs))
+    assert "Redis is away" in logs[0]["error"]

@@ -179,7 +179,8 @@ async def test_a_client_that_hangs_up_frees_its_request(front: FrontDoor, is_str
     body = json.dumps({"model": "tiny", "messages": HI, "stream": is_streaming})
     host, port = front.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    head = "Host: localhost\r\nContent-Type: application/json"
+    writer.write(f"POST {PATH} HTTP/1.1\r\n{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     handles, value = front.runtime.handles, front.door.metrics.registry.get_sample_value
     await until(lambda: bool(handles) and (is_held or handles[0].num_sent > 0))
     writer.close()

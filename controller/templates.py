@@ -4,14 +4,10 @@ The environment offers what transformers' own does, so templates written for it 
 Source: https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
-import asyncio
-import ctypes
 import datetime
 import json
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,6 +17,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nearline.controller.render_thread import RenderThread
 from nearline.controller.shown import shown
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 
@@ -30,15 +27,9 @@ Message = Mapping[str, Any]
 
 Outcome = str | InvalidRequest
 
-INLINE_S = 0.005
-"""Time of computing that a render may take from the event loop; a longer one begins again in a thread."""
-
 RENDER_LIMIT_S = 2.0
 MAX_REPEATED_CHARS = 1_000_000
-
-
-class _RenderTimeout(BaseException):
-    """Raised inside a render that ran too long. Not an Exception: a template must not catch it."""
+_renders = RenderThread[Outcome]("chat-template")
 
 
 class _GenerationTag(Extension):
@@ -116,9 +107,11 @@ class ChatTemplate:
             "messages": [_normal(message, self._knows_developer) for message in messages],
             "tools": list(tools) if tools else None,
         }
-        outcome = _alarm.run(lambda: _outcome(self._template, variables))
-        if outcome is None:
-            outcome = await _Render(self._template, variables).result(RENDER_LIMIT_S)
+        try:
+            outcome = await _renders.run(lambda: _outcome(self._template, variables), RENDER_LIMIT_S)
+        except TimeoutError:
+            text = f"the chat template ran for more than {RENDER_LIMIT_S:g} s; simplify it"
+            raise InvalidRequest(text, param="messages") from None
         if isinstance(outcome, Exception):
             if outcome.__cause__ is not None:
                 log.info("chat template failed", error=repr(outcome.__cause__))
@@ -145,83 +138,6 @@ def _template_line(error: Exception) -> str:
     """Where in the template an error came up, if that can be told: its frames carry the template's own lines."""
     frames = [row for row in traceback.extract_tb(error.__traceback__) if row.filename == "<template>"]
     return f" (line {frames[-1].lineno} of the template)" if frames else ""
-
-
-class _Alarm:
-    """Runs renders at once, on the event loop, but ends each that takes more than a few milliseconds of computing.
-
-    A timer of the process sends a signal; Python runs its handler in the main thread between two instructions of the
-    render, where raising ends it. Anywhere else the handler does nothing. Threads cost a short render most of its time.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._is_running = False
-
-    def run(self, render: Callable[[], Outcome]) -> Outcome | None:
-        """Render; None when it took too long, or when this is not the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return None
-        if not self._is_set:
-            signal.signal(signal.SIGVTALRM, self._ring)
-            self._is_set = True
-        try:
-            self._is_running = True
-            signal.setitimer(signal.ITIMER_VIRTUAL, INLINE_S, INLINE_S)  # again: a finaliser may swallow one
-            outcome = render()
-            self._is_running = False
-            return outcome
-        except _RenderTimeout:
-            return None
-        finally:
-            self._is_running = False
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-    def _ring(self, *_: object) -> None:
-        if self._is_running:
-            raise _RenderTimeout
-
-
-_alarm = _Alarm()
-
-
-class _Render:
-    """One render in a thread of its own, ended from outside when it takes too long."""
-
-    def __init__(self, template: jinja2.Template, variables: dict[str, Any]) -> None:
-        self._template = template
-        self._variables = variables
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[Outcome] = self._loop.create_future()
-
-    async def result(self, limit_s: float) -> Outcome:
-        thread = threading.Thread(target=self._run, name="chat-template", daemon=True)
-        thread.start()
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._future
-        except TimeoutError:
-            raise InvalidRequest(f"the chat template ran for more than {limit_s:g} s; simplify it") from None
-        finally:
-            if self._future.cancelled():
-                _interrupt(thread)
-
-    def _run(self) -> None:
-        try:
-            outcome = _outcome(self._template, self._variables)
-        except _RenderTimeout:
-            return
-        self._loop.call_soon_threadsafe(self._finish, outcome)
-
-    def _finish(self, outcome: Outcome) -> None:
-        if not self._future.done():
-            self._future.set_result(outcome)
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    """Raise inside another thread; compiled templates are Python code, so it lands at their next instruction."""
-    if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_RenderTimeout))
 
 
 def _normal(message: Message, knows_developer: bool) -> dict[str, Any]:

@@ -94,26 +94,16 @@ async def test_a_template_that_misbehaves_is_the_callers_error(source: str) -> N
 
 
 async def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     monkeypatch.setattr("nearline.controller.templates.RENDER_LIMIT_S", 0.2)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="simplify"):
         await ChatTemplate(loops, {}).render(TALK)
-    for thread in [thread for thread in threading.enumerate() if thread.name == "chat-template"]:
-        await asyncio.to_thread(thread.join)  # it ends, or the test's own time does
 
 
-async def test_a_short_template_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearline.controller.templates._Render", None)
-    monkeypatch.setattr("nearline.controller.templates.INLINE_S", 600.0)
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    for _ in range(3):
-        assert await template.render([{"role": "user", "content": "Hi"}]) == "Hi"
-
-
-async def test_a_render_begun_again_in_a_thread_gives_the_same_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearline.controller.templates.INLINE_S", 1e-6)  # rings at the first tick of the clock
+async def test_a_render_that_outlasts_the_event_loops_patience_gives_the_same_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nearline.controller.render_thread.INLINE_S", 1e-6)
     counts = "{% for a in range(300) %}{% for b in range(300) %}{{ a - b }},{% endfor %}{% endfor %}"
     expected = "".join(f"{a - b}," for a in range(300) for b in range(300))
     assert await ChatTemplate(counts, {}).render(TALK) == expected
@@ -211,6 +201,16 @@ async def test_files_are_fetched_once_and_survive_without_any_node(
     again = await TextModels(tmp_path, fetch).get(info)
     assert await again.encode("a") == await found[0].encode("a")
     other = CheckpointInfo(Digest("e"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
+    with pytest.raises(NodeLost):
+        await texts.get(other)
+    is_up = True
+    await texts.get(other)
+    own = CheckpointInfo(Digest("ad"), CheckpointKind.ADAPTER, 1, "f", "a", "/m", "float32", ("chat_template.jinja",))
+    files["chat_template.jinja"] = b"X"
+    assert len(await (await texts.get(info, own)).encode_chat(TALK, None, None)) == 1
+    older = replace(own, digest=Digest("ae"), files=("tokenizer_config.json",))
+    files["tokenizer_config.json"] = b'{"chat_template": "YZ"}'
+    assert len(await (await texts.get(info, older)).encode_chat(TALK, None, None)) == 2
 
 
 async def test_texts_go_once_nothing_needs_them_those_of_earlier_runs_too(
@@ -277,13 +277,3 @@ async def test_what_a_full_disk_takes_of_a_text_does_not_stay_there(
     info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", files)
     await TextModels(tmp_path, fetch).get(info)
     assert list((tmp_path / "d").iterdir()) == []
-    with pytest.raises(NodeLost):
-        await texts.get(other)
-    is_up = True
-    await texts.get(other)
-    own = CheckpointInfo(Digest("ad"), CheckpointKind.ADAPTER, 1, "f", "a", "/m", "float32", ("chat_template.jinja",))
-    files["chat_template.jinja"] = b"X"
-    assert len(await (await texts.get(info, own)).encode_chat(TALK, None, None)) == 1
-    older = replace(own, digest=Digest("ae"), files=("tokenizer_config.json",))
-    files["tokenizer_config.json"] = b'{"chat_template": "YZ"}'
-    assert len(await (await texts.get(info, older)).encode_chat(TALK, None, None)) == 2

@@ -1,0 +1,100 @@
+"""Work that is nearly always short, in a thread, because only there can it be ended from outside when it is not."""
+
+import asyncio
+import ctypes
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from nearline.protocol import Seconds
+
+INLINE_S: Seconds = 0.005
+"""How long the event loop itself waits for an answer: handing it over later costs more than most of the work does."""
+AGAIN_S: Seconds = 0.05
+"""Between two attempts at ending: what is raised in a finaliser is lost."""
+
+T = TypeVar("T")
+
+
+class _Overdue(BaseException):
+    """Raised inside work that ran too long. Not an Exception: a template must not catch it."""
+
+
+class RenderThread(Generic[T]):
+    """Runs one thing after the other. Owns: an idle thread; what takes long keeps its own, and others get a new one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._idle: _Thread[T] | None = None
+
+    async def run(self, work: Callable[[], T], limit_s: Seconds) -> T:
+        """Return what `work` returns; it raises nothing. Raises TimeoutError, and has it ended, after `limit_s`."""
+        thread, self._idle = self._idle or _Thread(self._name), None
+        job = _Job(work)
+        thread.jobs.put(job)
+        if not job.is_done.acquire(timeout=INLINE_S):
+            try:
+                async with asyncio.timeout(limit_s):
+                    await job.done()
+            except BaseException:
+                thread.end()
+                raise
+        if self._idle is None:
+            self._idle = thread
+        else:
+            thread.jobs.put(None)
+        return job.outcome
+
+
+class _Job(Generic[T]):
+    """Shares no lock with the event loop that a thread could be ended in: it is waited for, then called back."""
+
+    outcome: T
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self.is_done = threading.Lock()
+        self.is_done.acquire()
+
+    def run(self) -> None:
+        self.outcome = self._work()
+        self.is_done.release()
+        if self._waiter is not None:
+            loop, future = self._waiter
+            loop.call_soon_threadsafe(_wake, future)
+
+    async def done(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = (loop, loop.create_future())
+        if not self.is_done.acquire(blocking=False):  # it may have ended just before it could see the waiter
+            await self._waiter[1]
+
+
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class _Thread(Generic[T]):
+    def __init__(self, name: str) -> None:
+        self.jobs: queue.SimpleQueue[_Job[T] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (job := self.jobs.get()) is not None:
+                job.run()
+                del job
+        except (_Overdue, RuntimeError):  # nobody waits any more, or the loop is closed
+            pass
+
+    def end(self) -> None:
+        """Raise in the thread, at the next instruction of Python that it runs, until it has ended."""
+        self.jobs.put(None)
+        if self._thread.ident is not None and self._thread.is_alive():
+            ident = ctypes.c_ulong(self._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Overdue))
+            asyncio.get_running_loop().call_later(AGAIN_S, self.end)

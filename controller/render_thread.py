@@ -26,11 +26,11 @@ class RenderThread(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._idle: _Thread[T] | None = None
+        self._idle: list[_Thread[T]] = []
 
     async def run(self, work: Callable[[], T], limit_s: Seconds) -> T:
         """Return what `work` returns; it raises nothing. Raises TimeoutError, and has it ended, after `limit_s`."""
-        thread, self._idle = self._idle or _Thread(self._name), None
+        thread = self._idle.pop() if self._idle else _Thread[T](self._name)
         job = _Job(work)
         thread.jobs.put(job)
         if not job.is_done.acquire(timeout=INLINE_S):
@@ -40,10 +40,10 @@ class RenderThread(Generic[T]):
             except BaseException:
                 thread.end()
                 raise
-        if self._idle is None:
-            self._idle = thread
-        else:
+        if self._idle:
             thread.jobs.put(None)
+        else:
+            self._idle.append(thread)
         return job.outcome
 
 

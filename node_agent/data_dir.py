@@ -1,10 +1,10 @@
 """The directory of one agent: whose it is, and that nobody else uses it."""
 
+import contextlib
 import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from nearline.protocol import NodeId
@@ -14,7 +14,7 @@ LOCK_NAME = "agent.lock"
 NODE_ID_NAME = "node_id"
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked_data_dir(path: Path) -> Iterator[Path]:
     """Create the directory if need be and hold it until the end.
 
@@ -34,7 +34,8 @@ def locked_data_dir(path: Path) -> Iterator[Path]:
                 f"another node agent (process {owner}) uses {path}; stop it or choose another --data-dir"
             ) from None
         os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: only whom to name is lost
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield path
     finally:
         os.close(fd)

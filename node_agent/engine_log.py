@@ -1,5 +1,7 @@
 """The log file of one engine process: what it writes to stdout and stderr, bounded in size and in number."""
 
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,34 +12,46 @@ MAX_LOGS = 16
 
 
 class EngineLog:
-    """Appends to `engine-<id>.log`; when full it becomes `.old` and a new one begins. Owns the open file."""
+    """Appends to `engine-<id>.log`; when full it becomes `.old` and a new one begins. Owns the open file.
+
+    A full disk loses log lines, never an engine: what cannot be opened now is tried again with the next line.
+    """
 
     def __init__(self, directory: Path, engine_id: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"engine-{engine_id}.log"
-        _remove_oldest(directory)
-        older(self.path).unlink(missing_ok=True)
-        self._file = self.path.open("wb", buffering=0)
+        self._file: FileIO | None = None
         self._num_bytes = 0
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_oldest(directory)
+            older(self.path).unlink(missing_ok=True)
+            self._begin()
 
     def write(self, data: bytes) -> None:
-        """Append. A full disk loses log lines, never an engine."""
-        try:
+        """Append."""
+        with suppress(OSError):
             if self._num_bytes + len(data) > MAX_LOG_BYTES:
-                self._file.close()
-                self.path.replace(older(self.path))
-                self._file = self.path.open("wb", buffering=0)
+                self._end()
                 self._num_bytes = 0
-            self._file.write(data)
+                self.path.replace(older(self.path))
+            file = self._file or self._begin()
+            file.write(data)
             self._num_bytes += len(data)
-        except OSError:
-            pass
+
+    def _begin(self) -> FileIO:
+        self._file = self.path.open("wb", buffering=0)
+        return self._file
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+        self._end()
 
 
 def _remove_oldest(directory: Path) -> None:

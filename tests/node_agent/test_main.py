@@ -1,6 +1,8 @@
 """Starting an agent that cannot start: one line, the cure, and an exit code."""
 
 import asyncio
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nearline.node_agent.data_dir import locked_data_dir
 from tests.node_agent.conftest import Agent, FakeController
 
 COMMAND = [sys.executable, "-m", "nearline.node_agent", "--controller", "http://127.0.0.1:9", "--pool-bytes", "32MiB"]
@@ -80,6 +83,15 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     done = start("--data-dir", str(tmp_path), "--kv-bytes", "plenty")
     assert done.returncode == 2
     assert "2GiB" in done.stderr
+
+
+def test_a_full_disk_keeps_no_agent_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with locked_data_dir(tmp_path) as path:
+        assert path == tmp_path
 
 
 async def test_a_second_agent_on_the_same_directory_is_told_who_has_it(agent: Agent, data_dir: Path) -> None:

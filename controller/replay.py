@@ -157,13 +157,17 @@ def _reason(core: ControllerCore, request_id: RequestId) -> str:
     return "all places of its model's instances are taken, and others go first"
 
 
-def main(arguments: list[str]) -> int:
-    """Repeat a journal's decisions: what it held and its slowest requests, or the story of one request."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nearline replay", description=main.__doc__)
     parser.add_argument("file", type=Path, help="a journal, <data>/controller/journal/<epoch>.000.journal")
     parser.add_argument("--request", type=RequestId, help="tell what happened to this request, and why it waited")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Repeat a journal's decisions: what it held and its slowest requests, or the story of one request."""
+    options = _parser().parse_args(arguments)
     try:
         if options.request is None:
             seen = overview(options.file)

@@ -146,6 +146,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    return _parser().parse_args(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nearline simulate",
         description="Run the controller's own policies on a trace, or on synthetic traffic, in virtual time.",
@@ -171,7 +175,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="draw the run as PNG or SVG (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write the outcome there instead of printing it")
     add("--seed", type=int, default=1, help="of all that is drawn")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ class Generation:
         context = call.request.prompt_token_ids[-4:] if call.continues_prompt else ()
         self._call = call
         self._stream = TextStream(
-            call.text.detokenizer(context), call.stops, call.hidden_ids, sampling.min_tokens
+            call.text.vocabulary.detokenizer(context), call.stops, call.hidden_ids, sampling.min_tokens
         )  # fmt: skip
         self._handle: RequestHandle = runtime.open(call.request)
         self._num_cached_tokens = 0

@@ -4,6 +4,7 @@ The environment offers what transformers' own does, so templates written for it 
 Source: https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
+import asyncio
 import datetime
 import json
 import traceback
@@ -117,6 +118,24 @@ class ChatTemplate:
                 log.info("chat template failed", error=repr(outcome.__cause__))
             raise outcome
         return outcome
+
+
+class ChatTemplates:
+    """A model's chat templates by name. Each is compiled at its first use, beside the event loop."""
+
+    def __init__(self, named: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._named = named
+        self._special_tokens = special_tokens
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    async def get(self, has_tools: bool) -> ChatTemplate | None:
+        """Give the one for conversations with tools, or without. Raises UnsupportedCheckpoint as ChatTemplate does."""
+        source = choose_template(self._named, has_tools)
+        if source is None:
+            return None
+        if source not in self._compiled:
+            self._compiled[source] = await asyncio.to_thread(ChatTemplate, source, self._special_tokens)
+        return self._compiled[source]
 
 
 def _outcome(template: jinja2.Template, variables: dict[str, Any]) -> Outcome:

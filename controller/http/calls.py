@@ -13,7 +13,8 @@ from nearline.controller.http.schemas import ChatFields, MessageBody, PromiseFie
 from nearline.controller.policy.agreement import Wish, agreed
 from nearline.controller.registry import Target
 from nearline.controller.shown import shown
-from nearline.controller.text import TextModel, check_chars
+from nearline.controller.text import TextModel
+from nearline.controller.vocabulary import check_chars
 from nearline.protocol import RequestId, SamplingParams, SloClass
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
 from nearline.protocol.request import Request
@@ -39,22 +40,22 @@ async def chat_prompt(
 async def text_prompt(target: Target, text: TextModel, prompt: str | list[int]) -> tuple[int, ...]:
     """Tokenise a raw prompt, or check the token ids a client made itself."""
     if isinstance(prompt, str):
-        ids = await text.encode(prompt, max_chars=_max_chars(target))
+        ids = await text.vocabulary.encode(prompt, max_chars=_max_chars(target))
     else:
         _room(target, len(prompt), "prompt", least=0)
         ids, size = tuple(prompt), vocab_size(target, text)
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {shown(wrong)} is outside the vocabulary of {size} ids", param="prompt")
-    if not ids and text.bos_token_id is not None:
-        ids = (text.bos_token_id,)
+    if not ids and text.vocabulary.bos_token_id is not None:
+        ids = (text.vocabulary.bos_token_id,)
     if not ids:
         raise InvalidRequest("the prompt is empty and this model has no beginning-of-text token", param="prompt")
     return ids
 
 
 def vocab_size(target: Target, text: TextModel) -> int:
-    return target.model.checkpoint.vocab_size or text.vocab_size
+    return target.model.checkpoint.vocab_size or text.vocabulary.vocab_size
 
 
 def make_call(

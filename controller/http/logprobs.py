@@ -42,7 +42,7 @@ def completion_logprobs(text: TextModel, tokens: Sequence[TokenText], offset: in
 
 def echo_logprobs(text: TextModel, echo: Echo, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Shape those of an echoed prompt likewise. Nothing comes before its first token, so that one has none."""
-    detokenizer, num_chars, offsets = text.detokenizer(), 0, []
+    detokenizer, num_chars, offsets = text.vocabulary.detokenizer(), 0, []
     for token_id in echo.token_ids:
         offsets.append(num_chars)
         num_chars += len(detokenizer.push(token_id))
@@ -68,11 +68,15 @@ def _tops(text: TextModel, logprob: TokenLogprob) -> dict[str, float]:
 
 
 def _entry(text: TextModel, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": _text(text, token_id), "logprob": _finite(logprob), "bytes": list(text.token_bytes(token_id))}
+    return {
+        "token": _text(text, token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(text.vocabulary.token_bytes(token_id)),
+    }
 
 
 def _text(text: TextModel, token_id: int) -> str:
-    return text.token_bytes(token_id).decode(errors="replace")
+    return text.vocabulary.token_bytes(token_id).decode(errors="replace")
 
 
 def _finite(logprob: float) -> float:

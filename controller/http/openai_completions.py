@@ -53,7 +53,7 @@ class Completion:
             call = bounded(make_call(caller, target, text, ids, body, DEFAULT_MAX_TOKENS, body.logprobs), grammar)
             echo = Echo()
             if body.echo:
-                echo = Echo(prompt if isinstance(prompt, str) else text.decode(prompt), ids)
+                echo = Echo(prompt if isinstance(prompt, str) else text.vocabulary.decode(prompt), ids)
                 call = _scored(call, body.logprobs)
             calls += choices(call, n)
             echoes += [echo] * n

@@ -4,6 +4,8 @@ import asyncio
 import errno
 import json
 import re
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from nearline.controller import text as text_module
 from nearline.controller.templates import ChatTemplate
-from nearline.controller.text import INLINE_CHARS, TextModel, TextModels, named_templates
+from nearline.controller.text import TextModel, TextModels, named_templates
+from nearline.controller.vocabulary import INLINE_CHARS
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
 from nearline.protocol.errors import InvalidRequest, NodeLost, UnsupportedCheckpoint
 from tests.conftest import CHATML
@@ -64,7 +68,7 @@ async def test_a_conversation_becomes_the_prompt_transformers_makes(
         TALK, tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=True, tokenize=False
     )
     assert await template.render(TALK, tools) == expected
-    text = TextModel(files_of(tiny_tokenizer_json, chat_template=TEMPLATES[name]))
+    text = TextModel.of(files_of(tiny_tokenizer_json, chat_template=TEMPLATES[name]))
     ids = await text.encode_chat(TALK, tools, None)
     assert list(ids) == oracle(expected, add_special_tokens=False)["input_ids"]
 
@@ -138,11 +142,11 @@ def test_the_template_file_wins_and_lists_are_read_by_name(tiny_tokenizer_json: 
 
 async def test_tools_choose_their_template_and_no_template_names_the_cure(tiny_tokenizer_json: dict[str, Any]) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "TT"}]
-    text = TextModel(files_of(tiny_tokenizer_json, chat_template=named))
+    text = TextModel.of(files_of(tiny_tokenizer_json, chat_template=named))
     assert len(await text.encode_chat(TALK, None, None)) == 1
     assert len(await text.encode_chat(TALK, [{"type": "function"}], None)) == 2
     with pytest.raises(InvalidRequest, match=r"chat_template\.jinja"):
-        await TextModel(files_of(tiny_tokenizer_json)).encode_chat(TALK, None, None)
+        await TextModel.of(files_of(tiny_tokenizer_json)).encode_chat(TALK, None, None)
 
 
 async def test_a_template_that_cannot_render_is_told_by_its_line_without_a_word_of_python() -> None:
@@ -158,22 +162,22 @@ async def test_a_template_that_cannot_render_is_told_by_its_line_without_a_word_
 async def test_the_beginning_of_text_is_added_as_the_model_says(
     tiny_tokenizer_json: dict[str, Any], add_bos: bool | None, first: int
 ) -> None:
-    text = TextModel(files_of(tiny_tokenizer_json, add_bos_token=add_bos))
-    plain = await text.encode("a", add_special=False)
-    ids = await text.encode("a")
+    text = TextModel.of(files_of(tiny_tokenizer_json, add_bos_token=add_bos))
+    plain = await text.vocabulary.encode("a", add_special=False)
+    ids = await text.vocabulary.encode("a")
     assert ids == ((256, *plain) if first == 256 else plain)
 
 
 async def test_long_texts_are_tokenised_beside_the_event_loop(tiny_tokenizer_json: dict[str, Any]) -> None:
-    text = TextModel(files_of(tiny_tokenizer_json))
-    assert len(await text.encode("ab" * INLINE_CHARS)) == 2 * INLINE_CHARS
+    text = TextModel.of(files_of(tiny_tokenizer_json))
+    assert len(await text.vocabulary.encode("ab" * INLINE_CHARS)) == 2 * INLINE_CHARS
     with pytest.raises(InvalidRequest, match="Unicode"):
-        await text.encode("\ud800")
+        await text.vocabulary.encode("\ud800")
 
 
 def test_a_model_without_a_fast_tokenizer_names_the_cure() -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"tokenizer\.json"):
-        TextModel({})
+        TextModel.of({})
 
 
 async def test_files_are_fetched_once_and_survive_without_any_node(
@@ -199,7 +203,7 @@ async def test_files_are_fetched_once_and_survive_without_any_node(
     assert sorted(fetched) == sorted(files)
     is_up = False
     again = await TextModels(tmp_path, fetch).get(info)
-    assert await again.encode("a") == await found[0].encode("a")
+    assert await again.vocabulary.encode("a") == await found[0].vocabulary.encode("a")
     other = CheckpointInfo(Digest("e"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
     with pytest.raises(NodeLost):
         await texts.get(other)
@@ -258,7 +262,7 @@ async def test_a_file_that_a_crash_has_torn_is_fetched_again(
     texts = TextModels(tmp_path, fetch)
     with pytest.raises(Exception, match="EOF"):
         await texts.get(info)
-    assert await (await texts.get(info)).encode("a")
+    assert await (await texts.get(info)).vocabulary.encode("a")
 
 
 async def test_what_a_full_disk_takes_of_a_text_does_not_stay_there(
@@ -277,3 +281,66 @@ async def test_what_a_full_disk_takes_of_a_text_does_not_stay_there(
     info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", files)
     await TextModels(tmp_path, fetch).get(info)
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def adapter_of(digest: str, *files: str) -> CheckpointInfo:
+    return CheckpointInfo(Digest(digest), CheckpointKind.ADAPTER, 1, "f", "a", "/m", "float32", files)
+
+
+async def test_an_adapters_template_is_read_and_compiled_once_however_often_it_is_called(
+    tiny_tokenizer_json: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = files_of(tiny_tokenizer_json, chat_template="base")
+    compiled, threads = [], []
+
+    async def fetch(digest: Digest, name: str) -> bytes:
+        return f"{digest}{{{{ bos_token }}}}".encode() if name == "chat_template.jinja" else files[name]
+
+    class Counted(ChatTemplate):
+        def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+            compiled.append(source)
+            threads.append(threading.current_thread())
+            super().__init__(source, special_tokens)
+
+    monkeypatch.setattr("nearline.controller.templates.ChatTemplate", Counted)
+    models = [
+        CheckpointInfo(Digest(digest), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
+        for digest in ("m1", "m2")
+    ]
+    texts, adapter = TextModels(tmp_path, fetch), adapter_of("ad", "chat_template.jinja")
+    for _ in range(5):
+        for model in models:
+            text = await texts.get(model, adapter)
+            expected = (*await text.vocabulary.encode("ad", add_special=False), text.vocabulary.bos_token_id)
+            assert await text.encode_chat(TALK, None, None) == expected
+    assert compiled == ["ad{{ bos_token }}"] * 2, "once with each model's special tokens"
+    assert threading.current_thread() not in threads
+    assert (await texts.get(models[0])).vocabulary is (await texts.get(models[0], adapter)).vocabulary
+    await texts.sweep({models[0].digest: 1})
+    await texts.sweep({models[0].digest: 1})
+    await (await texts.get(models[0], adapter)).encode_chat(TALK, None, None)
+    assert len(compiled) == 3, "it was forgotten with its files"
+
+
+async def test_the_templates_of_many_adapters_are_kept_within_a_bound(
+    tiny_tokenizer_json: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearline.controller.text.MAX_ADAPTED", 2)
+    files = files_of(tiny_tokenizer_json)
+    reads: list[object] = []
+
+    async def fetch(digest: Digest, name: str) -> bytes:
+        return b"x" if name == "chat_template.jinja" else files[name]
+
+    named = text_module.named_templates
+
+    def noted(found: Mapping[str, bytes]) -> dict[str, str]:
+        reads.append(found)
+        return named(found)
+
+    monkeypatch.setattr(text_module, "named_templates", noted)
+    model = CheckpointInfo(Digest("m"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
+    texts = TextModels(tmp_path, fetch)
+    for digest in ("a", "b", "b", "c", "b", "a"):  # a went for c, and is read again
+        await (await texts.get(model, adapter_of(digest, "chat_template.jinja"))).encode_chat(TALK, None, None)
+    assert len(reads) == 1 + 4

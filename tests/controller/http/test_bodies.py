@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from nearline.controller.http.bodies import INLINE_BYTES, read_body
 from nearline.controller.http.schemas import Body
-from nearline.controller.text import TextModel
+from nearline.controller.vocabulary import Vocabulary
 from tests.controller.http.conftest import CONTEXT, FrontDoor
 
 
@@ -33,7 +33,7 @@ async def test_a_large_body_is_read_in_a_thread(is_large: bool) -> None:
 async def test_what_can_never_fit_is_refused_without_being_tokenised(
     front: FrontDoor, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TextModel, "_encode", lambda *_: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(Vocabulary, "_encode", lambda *_: pytest.fail("it was tokenised"))
     chat = [{"role": "user", "content": prompt}]
     jobs = [{"model": "tiny", "input": {"prompt": prompt}, "endpoint": e} for e in ("function", "/v1/completions")]
     asked = [("/v1/completions", {"model": "tiny", "prompt": prompt})]

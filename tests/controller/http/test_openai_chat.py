@@ -34,7 +34,7 @@ async def test_openai_python_reads_a_whole_answer(front: FrontDoor) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
     assert handle.request.sampling.seed == 7
     text = await front.door.texts.get(front.door.registry.models["tiny"].checkpoint)
-    assert await text.encode(prompt, add_special=False) == handle.request.prompt_token_ids
+    assert await text.vocabulary.encode(prompt, add_special=False) == handle.request.prompt_token_ids
 
 
 async def test_a_stream_says_the_same_as_a_whole_answer(front: FrontDoor) -> None:

@@ -55,7 +55,7 @@ def url_of(tmp_path: Path, name: str, timeout_s: float = 90) -> str:
     raise AssertionError((tmp_path / f"{name}.log").read_text())
 
 
-def get(url: str) -> tuple[int, Any]:
+def get(url: str | urllib.request.Request) -> tuple[int, Any]:
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
             return response.status, json.load(response)
@@ -76,6 +76,18 @@ def test_a_controller_starts_tells_its_address_and_stops_when_asked(start: Start
     process.send_signal(signal.SIGTERM)
     assert wait_for_exit(process) == 0
     assert not (tmp_path / "one.url").exists()
+
+
+@pytest.mark.parametrize(("host", "status"), [("0.0.0.0", 200), ("::", 200), ("127.0.0.1", 403), ("localhost", 403)])
+def test_the_address_it_tells_is_one_where_it_answers_and_open_to_others_it_has_any_name(
+    start: Start, tmp_path: Path, host: str, status: int
+) -> None:
+    if ":" in host and not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    start("one", "--host", host)
+    url = url_of(tmp_path, "one")
+    assert get(f"{url}/health/live")[0] == 200
+    assert get(urllib.request.Request(f"{url}/v1/models", headers={"Host": "gpu1.lan:8000"}))[0] == status
 
 
 def test_a_standby_takes_over_from_a_killed_leader(start: Start, tmp_path: Path) -> None:

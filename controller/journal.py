@@ -12,18 +12,18 @@ import errno
 import hashlib
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from nearline.controller.actions import Action, Reject, WakeAt
+from nearline.controller.actions import Action
 from nearline.controller.config import CoreConfig
 from nearline.controller.core import ControllerCore
-from nearline.controller.events import Event, RequestCancelled, SequenceEnded
-from nearline.protocol import FinishReason, MessageCodec, RequestId, Seconds, WireError, encode, from_plain, to_plain
+from nearline.controller.events import Event
+from nearline.protocol import MessageCodec, Seconds, WireError, encode, from_plain, to_plain
 
 FORMAT = 1
 SUFFIX = ".journal"
@@ -120,41 +120,6 @@ def digest(steps: Iterable[tuple[Seconds, Event, list[Action]]]) -> str:
         for action in actions:
             total.update(encode(action))
     return total.hexdigest()
-
-
-class Concern:
-    """What of each step concerns one request: its own events and actions, and what happened to instances it was sent
-    to; starts and stops while it waits, since they are what it waits for. Fed step by step, in order."""
-
-    def __init__(self, request_id: RequestId) -> None:
-        self._request_id = request_id
-        self._instances: dict[str, None] = {}
-        self._is_open = False
-
-    def of(self, event: Event, actions: Sequence[Action]) -> list[Event | Action]:
-        found: list[Event | Action] = []
-        info = getattr(event, "info", None)
-        for item in (event, *actions):
-            status, spec = getattr(item, "status", None), getattr(item, "spec", None)
-            name = getattr(item, "instance_id", None) or getattr(status or spec, "instance_id", None)
-            is_own = self._request_id == getattr(info if item is event and info else item, "request_id", None)
-            if is_own:
-                self._is_open = not _is_end(item)
-                self._instances |= {name: None} if name else {}
-            is_other = self._is_open and not isinstance(item, WakeAt) and name
-            if is_own or (is_other and _is_machine(item, str(name), self._instances)):
-                found.append(item)
-        return found
-
-
-def _is_end(item: Event | Action) -> bool:
-    is_finished = isinstance(item, SequenceEnded) and item.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return is_finished or isinstance(item, (Reject, RequestCancelled))
-
-
-def _is_machine(item: Event | Action, name: str, instances: dict[str, None]) -> bool:
-    """Whether an item without a request of its own is still part of the story: a start, a stop, or a known instance."""
-    return getattr(item, "request_id", None) is None and (name in instances or hasattr(item, "reason"))
 
 
 def _records(path: Path) -> Iterator[Any]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from nearline.controller import actions as do
 from nearline.controller import events as happened
+from nearline.controller.concern import Concern
 from nearline.controller.config import target_s
 from nearline.controller.core import ControllerCore
-from nearline.controller.journal import Concern, digest, first_part, read, replay
+from nearline.controller.journal import digest, first_part, read, replay
 from nearline.protocol import RequestId, Seconds, WireError
 
 RUNS = "runs"
@@ -119,6 +120,8 @@ def sentence(item: happened.Event | do.Action) -> str:
             return f"attempt {attempt} ended: {reason.value}, {num_generated} tokens"
         case happened.RequestCancelled():
             return "cancelled by its caller"
+        case happened.RequestRejected(_, num_generated):
+            return f"its caller has got {num_generated} tokens"
         case happened.InstanceChanged(_, status):
             return f"{status.instance_id} is {status.state.value}"
         case do.Dispatch(_, instance_id, _, attempt, reason):

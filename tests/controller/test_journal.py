@@ -10,8 +10,9 @@ import pytest
 
 from nearline.controller import actions as do
 from nearline.controller import events as happened
+from nearline.controller.concern import Concern
 from nearline.controller.config import CoreConfig
-from nearline.controller.journal import Concern, JournalWriter, digest, read, replay
+from nearline.controller.journal import JournalWriter, digest, read, replay
 from nearline.controller.replay import main, story
 from nearline.protocol import RequestId, SloClass, WireError
 from tests.controller.fleets import MAX_RUNNING, World, report, slo, world

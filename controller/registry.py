@@ -115,12 +115,6 @@ class Registry:
     def adapters_of(self, model_id: ModelId) -> list[AdapterSpec]:
         return [adapter for adapter in self.adapters.values() if adapter.base_id == model_id]
 
-    def uses(self, digest: Digest) -> bool:
-        """Whether any spec still names this checkpoint."""
-        checkpoints = [model.checkpoint for model in self.models.values()]
-        checkpoints += [adapter.checkpoint for adapter in self.adapters.values()]
-        return any(checkpoint.digest == digest for checkpoint in checkpoints)
-
     async def put_model(self, spec: ModelSpec) -> None:
         await self._write("models", spec.model_id, json.dumps(to_plain(spec)))
         self.models[spec.model_id] = spec

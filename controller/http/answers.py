@@ -7,9 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from nearline.controller.generation import Call, Generation, NoGeneration
 from nearline.controller.http.calls import most_tokens
 from nearline.controller.http.door import Caller, Door
+from nearline.controller.http.generation import Call, Generation, NoGeneration
 from nearline.controller.registry import Target
 from nearline.controller.text_stream import TextDelta, TokenText
 from nearline.controller.token_limits import Reservation

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from nearline.controller.generation import Call
 from nearline.controller.http.door import Caller, Door
+from nearline.controller.http.generation import Call
 from nearline.controller.http.numbers import MAX_COUNT
 from nearline.controller.http.schemas import ChatFields, MessageBody, PromiseFields, SamplingBody
 from nearline.controller.policy.agreement import Wish, agreed

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from nearline.controller.grammars import GrammarChecker
-from nearline.controller.http.ports import Runtime
+from nearline.controller.http.ports import FleetPort
 from nearline.controller.jobs import JobStore
 from nearline.controller.lease import LeaderLease
 from nearline.controller.limits import Limits
@@ -22,7 +22,7 @@ class Door:
     """The front door's neighbours. `heartbeat_s` is how often a waiting stream shows a sign of life;
     `is_loopback` says that only this machine can reach us."""
 
-    runtime: Runtime
+    runtime: FleetPort
     registry: Registry
     texts: TextModels
     jobs: JobStore

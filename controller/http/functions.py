@@ -8,12 +8,12 @@ from typing import Any
 
 from aiohttp import web
 
-from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt, wish_of
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, caller_of, door_of, tenant_of
+from nearline.controller.http.generation import Call
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import FunctionBody
 from nearline.controller.jobs import Job, JobRequest

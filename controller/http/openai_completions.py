@@ -8,12 +8,12 @@ from typing import Any
 
 from aiohttp import web
 
-from nearline.controller.generation import Call
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import choices, load, make_call, text_prompt
 from nearline.controller.http.constraints import bounded, grammar_of
 from nearline.controller.http.door import Caller, Door, caller_of, door_of
+from nearline.controller.http.generation import Call
 from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_logprobs, joined
 from nearline.controller.http.numbers import MAX_CHOICES
 from nearline.controller.http.replies import reply

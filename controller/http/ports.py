@@ -1,6 +1,6 @@
 """What the front door needs of the rest of the controller: the shape of the runtime, as protocols.
 
-The live implementation is controller/runtime.py; tests drive the same routes with a scripted one.
+Live, controller/runtime.py and its handles do this; tests drive the same routes with a scripted one.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Container
@@ -24,8 +24,8 @@ from nearline.protocol.frames import ImportFinished, ImportProgress, ProfileFini
 Snapshot = dict[str, list[dict[str, Any]]]
 
 
-class RequestHandle(Protocol):
-    """One request under way. Iterating yields its updates; the last one has a finish_reason.
+class RequestStream(Protocol):
+    """One request under way. Iterating yields its updates; the last one has finish_reason STOP or LENGTH.
 
     Raises the request's NearlineError from the iteration when it fails or is rejected late.
     """
@@ -40,10 +40,10 @@ class RequestHandle(Protocol):
         """The waterfall so far: a dataclass of seconds, or None before anything happened."""
 
 
-class Runtime(Protocol):
+class FleetPort(Protocol):
     """The fleet as the front door sees it."""
 
-    def open(self, request: Request) -> RequestHandle:
+    def open(self, request: Request) -> RequestStream:
         """Start a request. Raises NearlineError when it is rejected at once."""
         ...
 

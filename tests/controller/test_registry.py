@@ -40,8 +40,6 @@ async def test_what_is_registered_is_there_after_a_restart(state: State) -> None
     await again.load()
     assert again.models == {"org/m": model("org/m")}
     assert again.adapters == {"ad": adapter("ad", "org/m")}
-    assert again.uses(Digest("d"))
-    assert not again.uses(Digest("x"))
 
 
 async def test_names_mean_models_then_adapters_then_base_and_adapter(state: State) -> None:

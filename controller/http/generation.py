@@ -4,11 +4,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from nearline.controller.http.ports import RequestHandle, Runtime
+from nearline.controller.http.ports import FleetPort, RequestStream
 from nearline.controller.text import TextModel
 from nearline.controller.text_stream import TextDelta, TextStream
-from nearline.protocol import FinishReason, Request, SequenceUpdate, TokenLogprob, Usage
-from nearline.protocol.errors import Cancelled, NearlineError
+from nearline.protocol import Request, TokenLogprob, Usage
+from nearline.protocol.errors import NearlineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Generation:
     before the first delta; `embedding` after the last.
     """
 
-    def __init__(self, runtime: Runtime, call: Call) -> None:
+    def __init__(self, runtime: FleetPort, call: Call) -> None:
         sampling = call.request.sampling
         context = call.request.prompt_token_ids[-4:] if call.continues_prompt else ()
         self._call = call
         self._stream = TextStream(
             call.text.vocabulary.detokenizer(context), call.stops, call.hidden_ids, sampling.min_tokens
         )  # fmt: skip
-        self._handle: RequestHandle = runtime.open(call.request)
+        self._handle: RequestStream = runtime.open(call.request)
         self._num_cached_tokens = 0
         self._is_over = False
         self.finish_reason: str | None = None
@@ -61,7 +61,8 @@ class Generation:
                 if update.finish_reason is None:
                     yield delta
                     continue
-                self._finish(update)
+                self._is_over = True
+                self.finish_reason = str(update.finish_reason)
                 rest = self._stream.finish()
                 if rest.is_stopped:
                     self.finish_reason = "stop"
@@ -70,14 +71,6 @@ class Generation:
             raise NearlineError("the runtime ended a request without a reason")
         finally:
             self.cancel()
-
-    def _finish(self, update: SequenceUpdate) -> None:
-        self._is_over = True
-        if update.error is not None:
-            raise update.error.exception()
-        if update.finish_reason is FinishReason.CANCELLED:
-            raise Cancelled("the request was cancelled")
-        self.finish_reason = str(update.finish_reason)
 
     def _end(self, reason: str) -> None:
         self.finish_reason = reason

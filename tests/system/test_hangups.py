@@ -109,7 +109,7 @@ def test_those_who_leave_while_they_wait_are_never_run(platform: RunningPlatform
     answer(platform, model)
     sockets = []
     host, port = platform.url.removeprefix("http://").split(":")
-    data = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "n": 8}).encode()
+    data = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": ENDLESS, "ignore_eos": True, "n": 8}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     for _ in range(12):
         sockets.append(socket.create_connection((host, int(port))))
@@ -119,7 +119,7 @@ def test_those_who_leave_while_they_wait_are_never_run(platform: RunningPlatform
         client_socket.close()
     begun = time.monotonic()
     answer(platform, model)
-    assert time.monotonic() - begun < 10.0, "96 answers of 150 tokens were not waited for"
+    assert time.monotonic() - begun < 60.0, "96 endless answers were not waited for"
     with platform.client() as client:
         assert eventually(lambda: is_quiet(client))
 

@@ -71,6 +71,10 @@ class FakeAgent:
             self.abort(name)
         await self._socket.close()
 
+    @property
+    def is_connected(self) -> bool:
+        return not self._socket.closed
+
     def full_report(self) -> NodeReport:
         return replace(self.report, instances=tuple(self.instances.values()))
 

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.runtime import Runtime
-from nearline.protocol import NodeId
+from nearline.protocol import InstanceId, NodeId
 from nearline.protocol.errors import NearlineError
-from nearline.protocol.frames import EnsureInstance, ToAgent
+from nearline.protocol.frames import EnsureInstance, StopInstance, ToAgent
 from tests.controller.test_runtime import Fleet, collect, eventually, fleet, request
 
 __all__ = ["fleet"]
@@ -59,13 +60,21 @@ async def test_a_start_that_cannot_be_asked_for_is_a_failed_start(
 
 
 async def test_a_join_that_fails_leaves_no_dead_link(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, links, frame = NodeLinks.serve, list[NodeLinks](), StopInstance(InstanceId("i"), 0.0)
+
+    async def noted(self: NodeLinks, call: web.Request) -> web.WebSocketResponse:
+        links.append(self)
+        return await serve(self, call)
+
     def breaks(self: Runtime, report: object) -> None:
+        assert links[0].send(NodeId("n1"), frame), "it fails with the link made"
         raise RuntimeError("the join failed")
 
+    monkeypatch.setattr(NodeLinks, "serve", noted)
     with monkeypatch.context() as patched:
         patched.setattr(Runtime, "node_joined", breaks)
         async with fleet.agent() as agent:
-            await eventually(lambda: agent._socket.closed)
-        await eventually(lambda: not fleet.runtime._links._links)
+            await eventually(lambda: not agent.is_connected)
+        await eventually(lambda: not links[0].send(NodeId("n1"), frame))
     async with fleet.agent():
         await collect(fleet.runtime.open(request()))

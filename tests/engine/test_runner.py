@@ -222,7 +222,24 @@ def test_weights_of_the_compute_dtype_are_not_copied(tiny_model: Callable[..., A
     assert compute_dtype(harness.runner.spec, harness.weights) == torch.bfloat16
 
 
-def test_the_warm_up_runs_every_path_without_a_model() -> None:
+def test_the_warm_up_runs_every_path_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and a decode of two sequences, one greedy, one sampled with an adapter; and no step fails."""
     from nearline.engine.warmup import warm_up
 
+    ran: list[tuple[torch.dtype, bool, set[tuple[bool, bool]]]] = []
+    run = Runner.run
+
+    def noted(self: Runner, batch: Batch) -> list[Any]:
+        outcomes = run(self, batch)
+        requests = [item.sequence.request for item in batch.items]
+        kinds = {(each.sampling.temperature > 0, each.adapter_digest is not None) for each in requests}
+        ran.append((self.dtype, batch.items[0].num_tokens > 1, kinds))
+        assert [outcome.error for outcome in outcomes] == [None] * len(requests)
+        assert all(outcome.token_id is not None for outcome in outcomes)
+        return outcomes
+
+    monkeypatch.setattr(Runner, "run", noted)
     warm_up("cpu", 1)
+    both = {(False, False), (True, True)}
+    dtypes, parts = (torch.bfloat16, torch.float32), (True, False)
+    assert ran == [(dtype, is_prompt, both) for dtype in dtypes for is_prompt in parts]

@@ -57,10 +57,9 @@ class CopyDesk:
             self._failures.pop(digest, None)
 
     def failed(self, event: CopyFailed, now: Seconds) -> None:
-        """Back off, then look for a node again."""
-        if self._under_way.get(event.digest) != event.node_id:
-            return
-        del self._under_way[event.digest]
+        """Back off, then look for a node again. What arrived may fail, too: it turns out to be something else."""
+        if self._under_way.get(event.digest) == event.node_id:
+            del self._under_way[event.digest]
         before = self._failures.get(event.digest)
         num = 1 if before is None else before.num + 1
         reason = f"copying its bytes to {event.node_id} failed: {event.error.message}"

@@ -59,6 +59,20 @@ def test_a_copy_that_fails_is_tried_again_after_a_pause_and_its_error_is_told() 
     assert w.take(do.CopyCheckpoint) == [], "the pause has doubled"
 
 
+def test_bytes_that_arrive_and_turn_out_to_be_others_are_not_copied_again_at_once() -> None:
+    w = two_wanted()
+    node = w.add_node(report("n2"))
+    assert len(w.take(do.CopyCheckpoint)) == 1
+    w.post(happened.CheckpointImported(NodeId("n2"), checkpoint(DIGEST)))
+    w.post(happened.CopyFailed(NodeId("n2"), DIGEST, LOST))
+    node.instances.clear()
+    w.connect(node)
+    assert missing(w)[0] == 1
+    assert w.take(do.CopyCheckpoint) == []
+    w.sleep(2.1)
+    assert len(w.take(do.CopyCheckpoint)) == 1
+
+
 def test_bytes_go_only_where_a_replica_could_start_at_once() -> None:
     w = two_wanted()
     w.add_node(report("full", ssd_free_bytes=GB // 2))

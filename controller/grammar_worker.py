@@ -18,7 +18,7 @@ from nearline.protocol import Grammar, GrammarKind
 
 CPU_S = 1
 """Computing that one grammar may cost here, and up to one second more; then the kernel ends the process."""
-MEMORY_BYTES = 2 << 30
+MEMORY_BYTES = 1 << 30
 STACK_BYTES = 2 << 20
 """A quarter of what an engine's threads have, so that what passes here overflows none of theirs."""
 MAX_SYMBOLS = 100_000

@@ -22,7 +22,7 @@ from nearline.checkpoint_store.adapter_config import read_settings
 from nearline.checkpoint_store.convert import import_checkpoint
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.protocol import CheckpointKind, Digest
-from nearline.protocol.errors import InvalidRequest
+from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 from tests.checkpoint_store.sources import import_model, published
 from tests.checkpoint_store.test_adapter import deltas
 
@@ -40,6 +40,7 @@ REFUSED = (
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
     "ensure_weight_tying", "peft_type",
 )  # fmt: skip
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
 NAMES = st.sampled_from([
     "q_proj", "k_proj", "o_proj", "proj", "lm_head", "embed_tokens", "all-linear", "ALL-LINEAR", ".*", ".*q_proj",
     r".*\.1\..*", "model.layers.0.self_attn.q_proj", "layers", "self_attn", "(", "*", "a{99999999999}", "(?i)q_proj",
@@ -55,6 +56,51 @@ PROMISING = (
     | st.lists(st.integers(0, 2), max_size=2) | st.integers(0, 5)
 )  # fmt: skip
 PYTHON_WORDS = re.compile(r"Error\b|Traceback|object is not|has no attribute|unsupported operand|NoneType|Input should")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "initialised by pissa_niter_4, which also changes the base"),
+        ({"peft_type": "IA3"}, "adapters of type 'IA3'"),
+        ({"peft_type": None}, "adapters of type None"),
+        ({"r": 0}, "a rank is at least 1"),
+        ({"r": "four"}, "r is 'four'; a whole number, for a rank is at least 1, is expected"),
+        ({"r": True}, "r is true; a whole number"),
+        ({"lora_alpha": None}, "lora_alpha is None; a finite number is expected"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is NaN; a finite number is expected"),
+        ({"rank_pattern": {"(": 4}}, 'rank_pattern is {"(": 4}; what is no regular expression'),
+        ({"rank_pattern": {"q_proj": 0}}, "ranks of at least 1 is expected"),
+        ({"alpha_pattern": [3]}, "alpha_pattern is [3]; an object of patterns and finite numbers is expected"),
+        ({"target_modules": 5}, "target_modules is 5; a list of names, or a pattern as text is expected"),
+        ({"target_modules": None}, "target_modules is None; a list"),
+        ({"target_modules": "(q_proj"}, "target_modules is '(q_proj'; what is no regular expression"),
+        ({"layers_to_transform": "x"}, "layers_to_transform is 'x'; a layer's number, or a list of them, is expected"),
+        ({"layers_pattern": "layers"}, "layers_pattern is set, but not layers_to_transform"),
+        ({"target_modules": "all-linear", "layers_to_transform": 1}, "layers_to_transform is 1, which needs"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; a list of names is expected"),
+        ({"init_lora_weights": "brand_new"}, "initialised by brand_new, which also changes the base or is not known"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes'; true or false is expected"),
+        ({"bias": "some"}, "bias is 'some'; none, all or lora_only is expected"),
+        ({"base_model_name_or_path": 7}, "base_model_name_or_path is 7; a text is expected"),
+    ],
+)
+def test_a_feature_that_is_not_served_and_a_value_that_cannot_be_meant_are_named(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint) as caught:
+        read_settings(PLAIN | changes, Reporter(warn=lambda _: None))
+    assert words in caught.value.message
+
+
+def test_a_field_that_must_be_there_is_said_to_be_missing() -> None:
+    for field in ("r", "lora_alpha", "target_modules"):
+        config = {name: value for name, value in PLAIN.items() if name != field}
+        with pytest.raises(UnsupportedCheckpoint, match=f"adapter_config.json: {field} is missing; a .* is expected"):
+            read_settings(config, Reporter(warn=lambda _: None))
 
 
 class Wild:
@@ -146,7 +192,7 @@ def test_any_value_of_a_field_gives_what_peft_gives_or_a_refusal_that_names_the_
     | st.dictionaries(st.text(max_size=8), ANY_JSON, max_size=3)
 )
 def test_no_config_raises_anything_but_a_refusal_that_names_a_field(changes: dict[str, Any]) -> None:
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]} | changes
+    config = PLAIN | changes
     found, refusal = outcome(lambda: read_settings(json.loads(json.dumps(config)), Reporter(warn=lambda _: None)))
     if found is None:
         assert any(name in refusal for name in MEANING + NO_MEANING + REFUSED)

@@ -2,7 +2,7 @@
 
 The bound that keeps promises: a model without a slot drains a busy instance once it has waited `max_wait_fraction` of
 its class's target, and a busy instance leaves within `swap_drain_s`. So k models that compete for one slot each get it
-within k × (3 wait bounds + swap_drain_s + start), however long the streams of the others are; and because an instance
+within k × (wait bound + swap_drain_s + start), however long the streams of the others are; and because an instance
 keeps its slot for `residence_factor` × its start, swapping never takes more than a fixed part of the slot's time.
 """
 
@@ -13,7 +13,7 @@ from nearline.controller.agenda import Agenda
 from nearline.controller.choices import Choices
 from nearline.controller.config import CoreConfig
 from nearline.controller.copying import CopyDesk
-from nearline.controller.estimate import bytes_by_tier, startup
+from nearline.controller.estimate import bytes_by_tier, startup, taken_s
 from nearline.controller.events import PlanSolved
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import patience, scaling
@@ -158,8 +158,12 @@ class CapacityDesk:
                 model.wait_reason = self._copies.bring(model, need, found, now)
             return False
         model.unplaceable_since = None
-        if self._is_patient(model, need, found, now):
-            return False
+        soon = self._soon(model, need, found, now)
+        if soon is not None:
+            near = [self._fleet.nodes[soon.node_id]]
+            found = self._choices.place(near, need, now, self._config, may_stop, claimed)
+            if isinstance(found, NoPlace):
+                return False
         model.wait_reason = found.reason
         for instance_id in found.victims:
             instance = self._fleet.instances[instance_id]
@@ -181,20 +185,22 @@ class CapacityDesk:
         can_yield = all(rank(r.info.slo.slo_class) > strictness and r.num_losses < limit for r in running)
         return 0.0 if running and can_yield else self._config.swap_drain_s
 
-    def _is_patient(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> bool:
-        """Wait for a slot near the bytes if that is sooner, but never beyond some of the model's wait bounds."""
-        max_wait_s = self._max_wait_s(model)
-        if model.starved_since is None or now >= model.starved_since + patience.PATIENCE * max_wait_s:
-            return False
-        bound_at, config = model.starved_since + max_wait_s, self._config
+    def _soon(self, model: ModelRecord, need: Need, found: Placement, now: Seconds) -> patience.Soon | None:
+        """Name the slot near its bytes that a model should rather have. A place that costs nobody anything ends the
+        wait for it once the model has waited its bound."""
+        if model.starved_since is None:
+            return None
+        max_wait_s, config = self._max_wait_s(model), self._config
+        bound_at = model.starved_since + max_wait_s
+        node = self._fleet.nodes[found.node_id]
+        if now >= bound_at and not found.leaving and not taken_s(node, need.digest, need.num_bytes):
+            return None
         free_at = partial(patience.free_at, now=now, config=config, max_wait_s=max_wait_s, bound_at=bound_at)
         soon = self._choices.worth_waiting(self._fleet.nodes.values(), need, found, free_at, now)
-        if soon is None:
-            return False
-        model.wait_reason = f"a slot on {soon.node_id}, which has its bytes in DRAM, is sooner than reading them again"
-        limit = model.starved_since + patience.PATIENCE * max_wait_s
-        self._replan_by(min(max(soon.at, now + _PATIENCE_STEP_S), max(bound_at, now + _PATIENCE_STEP_S), limit))
-        return True
+        if soon is not None:
+            model.wait_reason = f"a slot on {soon.node_id}, which has its bytes in DRAM, is sooner than reading"
+            self._replan_by(max(soon.at if now >= bound_at else min(soon.at, bound_at), now + _PATIENCE_STEP_S))
+        return soon
 
     def _need(self, model: ModelRecord) -> Need:
         groups = model.queue.ordered_groups()

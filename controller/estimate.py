@@ -115,6 +115,19 @@ def displaced_s(node: NodeView, digest: Digest, num_bytes: Bytes) -> Seconds:
     return max(0, ssd + remote - node.report.dram_free_bytes) / _rate(node, Tier.SSD)
 
 
+def taken_s(node: NodeView, digest: Digest, num_bytes: Bytes) -> Seconds:
+    """Estimate what a start takes from others: the time to read again what it pushes out now, and where a node has more
+    checkpoints than its DRAM can hold, all it reads: room that stands free is room that a later read will lack.
+    """
+    pool_bytes = node.report.dram_pool_bytes
+    if num_bytes > pool_bytes:
+        return 0.0
+    if sum(row.num_bytes for row in node.residency.values()) <= pool_bytes:
+        return displaced_s(node, digest, num_bytes)
+    _, ssd, remote = bytes_by_tier(node, digest, num_bytes)
+    return (ssd + remote) / _rate(node, Tier.SSD)
+
+
 def start_s(model: ModelView, nodes: Iterable[NodeView], now: Seconds) -> Seconds:
     """Estimate how soon a model without a usable instance may have one: at best, if a slot is free for it."""
     coming = [i.created_at + i.estimate_s - now for i in model.instances.values() if i.is_live and not i.is_usable]

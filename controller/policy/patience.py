@@ -1,10 +1,12 @@
 """Whether to wait for a slot near the bytes instead of reading them again somewhere else. Pure.
 
-Starting at once on any node that has a slot looks soonest to each model by itself. But every read from disk pushes
-other models' bytes out of that node's DRAM and makes the next reads queue, so a fleet that never waits works from disk
-although its DRAM could hold everything. Waiting is worth it while a slot on a node that has the bytes in DRAM should
-come free early enough to start sooner there. It ends after `PATIENCE` wait bounds: ending it after one where another
-place stands free cost up to 18 points of attainment (benchmarks/evidence/composed.py, three seeds).
+Starting at once on any node that has a slot looks soonest to each model by itself. But a fleet that never waits works
+from disk although its DRAM could hold everything, so a read is charged the two that it costs others: the one that
+brings back what loses its room, now or later, and the one that waits behind it on the link. Where a slot on a node with
+the bytes in DRAM is sooner than that, the model waits for it and asks for it as for any other: from its wait bound on
+busy instances there drain for it, so it waits no longer than competing for one slot takes. Past its bound a place that
+costs nobody anything, neither slot nor room, ends the wait. Ending it for any place after three bounds cost over 4
+points of attainment under overload (benchmarks/evidence/composed.py, conversation at 1.5, seeds 3 to 8).
 Source: [serverlessllm] compares nodes by start-up time only; our own simulation (benchmarks/evidence/placement.md).
 """
 
@@ -13,15 +15,14 @@ from dataclasses import dataclass
 from math import log
 
 from nearline.controller.config import CoreConfig
-from nearline.controller.estimate import displaced_s, startup
+from nearline.controller.estimate import startup, taken_s
 from nearline.controller.policy.placement import Need, Placement
 from nearline.controller.policy.scaling import residence_ends_at
 from nearline.controller.policy.views import InstanceView, NodeView
 from nearline.protocol import Digest, NodeId, Seconds, Tier
 
-PATIENCE = 3.0
-"""Wait bounds for which a model waits for a slot near its bytes; from the first on it may drain busy ones there."""
 _MARGIN = 0.9
+_READS_OF_OTHERS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,13 @@ def worth_waiting(
 ) -> Soon | None:
     """Name the slot to wait for, or None if `found` is the best there is."""
     everywhere = list(nodes)
+    near = [n for n in everywhere if n.is_connected and _has_in_dram(n, need.digest) and n.node_id not in need.avoid]
+    if not near or found.node_id in [node.node_id for node in near]:
+        return None
     best: Soon | None = None
-    others_s = sum(displaced_s(n, need.digest, need.num_bytes) for n in everywhere if n.node_id == found.node_id)
-    best_s = _MARGIN * found.estimate_s + others_s
-    for node in everywhere:
-        if not node.is_connected or not _has_in_dram(node, need.digest) or node.node_id in need.avoid:
-            continue
-        if node.node_id == found.node_id:
-            return None
+    taken = sum(taken_s(n, need.digest, need.num_bytes) for n in everywhere if n.node_id == found.node_id)
+    best_s = _MARGIN * found.estimate_s + _READS_OF_OTHERS * taken
+    for node in near:
         at = min((free_at(instance) for instance in node.instances.values()), default=now)
         total_s = max(0.0, at - now) + startup(node, need.digest, need.num_bytes, now).total_s
         if total_s < best_s:

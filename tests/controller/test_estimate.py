@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from nearline.controller.estimate import ResumeCost, bytes_by_tier, generated_tokens, retry_after_s, startup
+from nearline.controller.estimate import ResumeCost, bytes_by_tier, generated_tokens, retry_after_s, startup, taken_s
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
 from nearline.protocol import Digest, InstanceId, InstanceSpec, InstanceState, Residency, Tier, TierBandwidth
@@ -44,6 +44,24 @@ def test_a_read_waits_for_the_storage_link_and_bytes_in_dram_do_not() -> None:
         busy = node(dram, 10)
         busy.storage_free_at = 8.0
         assert startup(busy, D, 10 * GB, now=5.0).queue_s == expected
+
+
+@pytest.mark.parametrize(
+    ("what", "pool_gb", "free_gb", "others", "expected_s"),
+    [
+        ("room for everything there is", 64, 32, 1, 0.0),
+        ("room, but full now: 10 GB are short of 6", 64, 4, 1, 3.0),
+        ("room that stands free, and not for everything", 64, 32, 6, 5.0),
+        ("it streams past a pool that is smaller", 8, 8, 6, 0.0),
+    ],
+)
+def test_a_read_takes_room_from_others_unless_there_is_room_for_all(
+    what: str, pool_gb: int, free_gb: int, others: int, expected_s: float
+) -> None:
+    made = node(0, 10, dram_pool_bytes=pool_gb * GB, dram_free_bytes=free_gb * GB)
+    for n in range(others):
+        made.residency[Digest(f"o{n}")] = Residency(Digest(f"o{n}"), 10 * GB, ssd_bytes=10 * GB, dram_bytes=0)
+    assert taken_s(made, D, 10 * GB) == pytest.approx(expected_s)
 
 
 def test_prewarmed_processes_that_are_already_spoken_for_do_not_count() -> None:

@@ -26,6 +26,7 @@ def node(name: str, dram_bytes: int, free_bytes: int = 32 * GB) -> NodeRecord:
 TABLE = [
     ("a near slot comes free soon", 1.0, 32 * GB, True),
     ("it comes free too late", 8.0, 32 * GB, False),
+    ("later than the read and the two that it costs others", 14.8, 0, False),
     ("late, but reading again would push out what others need", 8.0, 0, True),
     ("never", float("inf"), 0, False),
 ]
@@ -44,7 +45,9 @@ def test_a_place_that_has_the_bytes_itself_is_taken_at_once() -> None:
     assert worth_waiting([node("near", 10 * GB), node("other", 10 * GB)], NEED, here, lambda _: 0.0, 0.0) is None
 
 
-def test_through_the_core_a_model_waits_for_its_node_but_never_beyond_three_wait_bounds() -> None:
+def two_nodes(pool_bytes: int) -> World:
+    """Node n1 has the bytes of both models in DRAM and serves `a`; n2 has `b` on its disk, 10 s away, and stands free.
+    Then somebody calls `b`."""
     w = World()
     for name in ("a", "b"):
         w.post(happened.ModelAdded(model(name, num_bytes=20 * GB)))
@@ -53,12 +56,32 @@ def test_through_the_core_a_model_waits_for_its_node_but_never_beyond_three_wait
     w.arrive("r1", "a")
     w.start_all()
     w.token("r1")
-    w.add_node(report("n2", residency=(resident("digest-of-b", 20 * GB),)))  # 10 s to read
+    rows = (resident("digest-of-a", 20 * GB), resident("digest-of-b", 20 * GB))
+    w.add_node(report("n2", residency=rows, dram_pool_bytes=pool_bytes))
     w.take(do.EnsureInstance)
     w.arrive("r2", "b")
     assert w.take(do.EnsureInstance) == [], "n1 has the bytes in DRAM and should be free soon"
-    w.sleep(29.9)
+    return w
+
+
+def test_past_its_wait_bound_a_model_takes_a_place_that_costs_nobody_anything() -> None:
+    w = two_nodes(pool_bytes=64 * GB)
+    w.sleep(9.9)
     assert w.take(do.EnsureInstance) == []
     w.sleep(0.2)
     (start,) = w.take(do.EnsureInstance)
-    assert start.node_id == "n2", "r1 still runs after three times half the target of 20 s"
+    assert start.node_id == "n2", "r1 still runs after half the target of 20 s"
+    assert w.take(do.StopInstance) == []
+
+
+def test_where_dram_cannot_hold_all_models_the_slot_near_the_bytes_is_asked_for_past_the_bound() -> None:
+    w = two_nodes(pool_bytes=32 * GB)
+    w.sleep(9.9)
+    assert w.take(do.StopInstance) == []
+    w.sleep(0.2)
+    (stop,) = w.take(do.StopInstance)
+    assert stop.node_id == "n1"
+    w.finish("r1")
+    w.sleep(1)
+    (start,) = w.take(do.EnsureInstance)
+    assert start.node_id == "n1"

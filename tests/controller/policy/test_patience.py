@@ -85,3 +85,33 @@ def test_where_dram_cannot_hold_all_models_the_slot_near_the_bytes_is_asked_for_
     w.sleep(1)
     (start,) = w.take(do.EnsureInstance)
     assert start.node_id == "n1"
+
+
+def test_models_that_wait_for_the_one_slot_near_their_bytes_each_get_it_within_their_turns() -> None:
+    """Every stream goes on for ever, so each turn is cut off after the drain; elsewhere a slot stands free, 10 s away,
+    where each read would take room from others."""
+    w, names, begun = World(), ("a", "b", "c", "d"), dict[str, float]()
+    for name in names:
+        w.post(happened.ModelAdded(model(name, num_bytes=20 * GB)))
+    w.add_node(report("n1", residency=tuple(resident(f"digest-of-{name}", 20 * GB, 20 * GB) for name in names)))
+    w.arrive("of-a", "a")
+    w.start_all()
+    far = tuple(resident(f"digest-of-{name}", 20 * GB) for name in names)
+    w.add_node(report("n2", residency=far, dram_pool_bytes=32 * GB))
+    for name in names[1:]:
+        w.arrive(f"of-{name}", name)
+    start_s, step_s = 0.5, 0.25
+    for _ in range(800):
+        w.sleep(step_s)
+        for instance in w.instances():
+            record = w.core.fleet.instances[instance.spec.instance_id]
+            if record.is_stopping and w.now >= record.stop_by:
+                w.drain_ends(instance)
+            elif w.now >= record.created_at + start_s:
+                w.start(instance)
+        for request_id in [request_id for request_id in w.running() if request_id not in begun]:
+            begun[request_id] = w.now
+            w.token(request_id)
+    waits = sorted(begun[f"of-{name}"] for name in names[1:])
+    turn_s = 10.0 + 30.0 + start_s + 4 * step_s
+    assert all(wait <= n * turn_s for n, wait in enumerate(waits, 1)), waits

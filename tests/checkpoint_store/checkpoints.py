@@ -1,7 +1,8 @@
 """Writes small committed checkpoints without the importer: a safetensors file and its manifest, nothing else."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,3 +71,13 @@ def acquired_at_once(store: CheckpointStore, digests: Sequence[Digest]) -> list[
     """Acquire each in a thread of its own."""
     with ThreadPoolExecutor(len(digests)) as threads:
         return list(threads.map(store.acquire, digests))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    """Whether the condition comes true; the limit only ends a hang."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.002)
+    return False

@@ -16,6 +16,7 @@ from nearline.checkpoint_store import FRAME_READY
 from nearline.checkpoint_store.config import StoreConfig, resolve_pool_frames
 from nearline.checkpoint_store.pool import DramPool
 from nearline.checkpoint_store.pool_memory import PoolMemory
+from tests.checkpoint_store.checkpoints import wait_for
 
 FRAME = 64 * 1024
 
@@ -29,15 +30,6 @@ def pool() -> Iterator[DramPool]:
 
 def resident_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
-
-
-def wait_for(condition: object, timeout_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def test_a_frame_written_here_is_read_by_another_process_through_the_descriptors(pool: DramPool) -> None:

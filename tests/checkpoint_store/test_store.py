@@ -13,7 +13,7 @@ import pytest
 from nearline.checkpoint_store import FRAME_FAILED, FRAME_READY, CheckpointStore, Lease, Manifest
 from nearline.protocol import Digest, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, InvalidRequest, ModelNotFound, OutOfMemory
-from tests.checkpoint_store.checkpoints import acquired_at_once
+from tests.checkpoint_store.checkpoints import acquired_at_once, wait_for
 
 OpenStore = Callable[..., CheckpointStore]
 
@@ -313,15 +313,6 @@ def test_verify_reports_progress_and_names_every_bad_chunk(open_store: OpenStore
     with pytest.raises(CheckpointCorrupt, match=r"2 of 6 chunks are wrong: chunk 1 .*; chunk 4 "):
         store.verify(manifest.digest)
     assert not marker(store, manifest.digest).exists()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.002)
-    return False
 
 
 def test_importing_the_store_is_quick_and_the_words_need_none_of_its_libraries() -> None:

@@ -1,5 +1,6 @@
 """A checkpoint larger than the pool reaches the device whole, or not at all, and leaves nothing behind."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -67,7 +68,10 @@ def large(root: Path, checkpoints: ModuleType) -> Manifest:
 
 @pytest.fixture
 def store(large: Manifest, open_store: OpenStore) -> CheckpointStore:
-    return open_store(num_frames=NUM_FRAMES)
+    opened = open_store(num_frames=NUM_FRAMES)
+    assert opened._probe is not None
+    opened._probe.join()  # it has the file open, too
+    return opened
 
 
 def assert_returned(store: CheckpointStore) -> None:
@@ -77,8 +81,11 @@ def assert_returned(store: CheckpointStore) -> None:
 
 
 def open_files() -> set[str]:
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return {os.readlink(link) for link in links if os.path.lexists(link)}
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 def test_every_tensor_arrives_byte_for_byte_through_a_window_of_three_chunks(

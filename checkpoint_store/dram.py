@@ -28,8 +28,9 @@ from nearline.checkpoint_store.weights_file import FileStamp
 from nearline.protocol import Bytes, CheckpointKind, Digest, Extent, Seconds, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ModelNotFound, NearlineError, OutOfMemory
 
-_DRAIN_TIMEOUT_S: Seconds = 1.0
-"""How long an acquire that does not fit waits for cancelled reads to end: they are about to free their frames."""
+_DRAIN_TIMEOUT_S: Seconds = 10.0
+"""How long an acquire that does not fit waits for cancelled reads to end: they are about to free their frames. A busy
+disk takes seconds for the chunks it has begun."""
 log = structlog.get_logger()
 
 

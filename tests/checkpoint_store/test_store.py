@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from nearline.checkpoint_store import FRAME_FAILED, FRAME_READY, CheckpointStore, Lease, Manifest
+from nearline.checkpoint_store.weights_file import WeightsFile
 from nearline.protocol import Digest, Tier
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, InvalidRequest, ModelNotFound, OutOfMemory
 from tests.checkpoint_store.checkpoints import acquired_at_once, wait_for
@@ -138,6 +140,28 @@ def test_a_checkpoint_of_the_whole_pool_can_follow_a_cancelled_one_at_once(
         store.acquire(first.digest).release()
         with store.acquire(second.digest) as lease:
             lease.done.result(60)
+    store.check()
+
+
+def test_the_frames_of_cancelled_reads_are_waited_for_on_a_slow_disk_too(
+    open_store: OpenStore, add: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = add(16, 1), add(16, 2)
+    store = open_store(num_frames=16)
+    begun, may_go_on, read_into = threading.Event(), threading.Event(), WeightsFile.read_into
+
+    def slowly(self: WeightsFile, view: memoryview, offset: int) -> None:
+        begun.set()
+        assert may_go_on.wait(60)
+        read_into(self, view, offset)
+
+    monkeypatch.setattr(WeightsFile, "read_into", slowly)
+    lease = store.acquire(first.digest)
+    assert begun.wait(60)
+    lease.release()
+    threading.Timer(2.0, may_go_on.set).start()
+    with store.acquire(second.digest) as lease:
+        lease.done.result(60)
     store.check()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import structlog
 import uvloop
 
-from nearline.controller.limits import Limits
-from nearline.controller.redis_state import DEFAULT_PREFIX
+from nearline.controller.durable.limits import Limits
+from nearline.controller.durable.redis_state import DEFAULT_PREFIX
 from nearline.controller.service import ServiceConfig, serve
 from nearline.controller.tenants import Tenants, read_admin_key, read_key_file
 from nearline.protocol import TenantId

@@ -16,20 +16,20 @@ import structlog
 from aiohttp import web
 
 from nearline.controller.config import CoreConfig, RuntimeConfig
+from nearline.controller.durable.job_worker import JobWorker
+from nearline.controller.durable.jobs import JobStore
+from nearline.controller.durable.lease import LeaderLease
+from nearline.controller.durable.limits import Limits
+from nearline.controller.durable.redis_state import DEFAULT_PREFIX, State
+from nearline.controller.durable.registry import Registry
 from nearline.controller.http.app import SHUTDOWN_S, create_app
 from nearline.controller.http.door import Door
 from nearline.controller.http.jobs_api import run_job
 from nearline.controller.http.server import Runner
-from nearline.controller.job_worker import JobWorker
-from nearline.controller.jobs import JobStore
-from nearline.controller.lease import LeaderLease
-from nearline.controller.limits import Limits
 from nearline.controller.metrics import Metrics
-from nearline.controller.redis_state import DEFAULT_PREFIX, State
-from nearline.controller.registry import Registry
 from nearline.controller.runtime import Runtime
 from nearline.controller.tenants import Tenants
-from nearline.controller.text import TextModels
+from nearline.controller.text.models import TextModels
 from nearline.protocol import Digest, TenantId
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError, StateUnavailable
 

@@ -27,7 +27,7 @@ from nearline.simulator.fleet import GB
 from nearline.simulator.report import attained
 
 NUM_REQUESTS = 1500
-SEEDS = (11, 12, 13)
+SEEDS = tuple(range(11, 21))
 """Nothing was tuned on these; what was tried, was tried on others."""
 Sizes = Sequence[tuple[int, int]]
 INTERACTIVE, BATCH_1, BATCH_2 = Slo(SloClass.INTERACTIVE), Slo(SloClass.BATCH_1M), Slo(SloClass.BATCH_1H)
@@ -88,8 +88,8 @@ before it swaps. Against EDF most of the gain in A and C is that what is late al
 hardly acts: places come free every few hundred milliseconds here, and what an evicted answer computes again cost up to
 3 points where it was asked for anyway; it is kept for answers that are long against the target, which this traffic does
 not have. Preloading matters where weights are on disk. With one model nothing swaps and nothing is preloaded; balancing
-moves only what waits inside an engine, which pulling keeps short. In B FCFS is near ours at the highest rate: with
-everything in the engines at once it swaps least, at the cost of the lower rates."""
+moves only what waits inside an engine, which pulling keeps short. In B FCFS comes nearest to ours at the highest rate,
+and there its runs differ most, from 88 to 99 %: over three seeds it was ahead, over ten it is not."""
 
 
 def lengths(directory: Path) -> list[tuple[int, int]]:

@@ -7,12 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from nearline.controller.durable.registry import Target
+from nearline.controller.durable.token_limits import Reservation
 from nearline.controller.http.calls import most_tokens
 from nearline.controller.http.door import Caller, Door
 from nearline.controller.http.generation import Call, Generation, NoGeneration
-from nearline.controller.registry import Target
-from nearline.controller.text_stream import TextDelta, TokenText
-from nearline.controller.token_limits import Reservation
+from nearline.controller.text.stream import TextDelta, TokenText
 from nearline.protocol import Usage, to_plain
 from nearline.protocol.errors import Cancelled, ErrorInfo
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from nearline.controller.durable.registry import Target
 from nearline.controller.http.door import Caller, Door
 from nearline.controller.http.generation import Call
 from nearline.controller.http.numbers import MAX_COUNT
 from nearline.controller.http.schemas import ChatFields, MessageBody, PromiseFields, SamplingBody
 from nearline.controller.policy.agreement import Wish, agreed
-from nearline.controller.registry import Target
 from nearline.controller.shown import shown
-from nearline.controller.text import TextModel
-from nearline.controller.vocabulary import check_chars
+from nearline.controller.text.models import TextModel
+from nearline.controller.text.vocabulary import check_chars
 from nearline.protocol import RequestId, SamplingParams, SloClass
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
 from nearline.protocol.request import Request

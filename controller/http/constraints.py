@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from nearline.controller.grammars import choice_grammar, schema_grammar
 from nearline.controller.http.door import Door
 from nearline.controller.http.generation import Call
 from nearline.controller.http.schemas import ResponseFormat, SamplingBody
+from nearline.controller.text.grammars import choice_grammar, schema_grammar
 from nearline.protocol import Grammar, GrammarKind
 from nearline.protocol.errors import InvalidRequest
 

@@ -4,16 +4,16 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from nearline.controller.grammars import GrammarChecker
+from nearline.controller.durable.jobs import JobStore
+from nearline.controller.durable.lease import LeaderLease
+from nearline.controller.durable.limits import Limits
+from nearline.controller.durable.redis_state import State
+from nearline.controller.durable.registry import Registry
 from nearline.controller.http.ports import FleetPort
-from nearline.controller.jobs import JobStore
-from nearline.controller.lease import LeaderLease
-from nearline.controller.limits import Limits
 from nearline.controller.metrics import Metrics
-from nearline.controller.redis_state import State
-from nearline.controller.registry import Registry
 from nearline.controller.tenants import Tenants
-from nearline.controller.text import TextModels
+from nearline.controller.text.grammars import GrammarChecker
+from nearline.controller.text.models import TextModels
 from nearline.protocol import Slo, SloClass, TenantId
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from nearline.controller.durable.jobs import Job, JobRequest
+from nearline.controller.durable.registry import Target
 from nearline.controller.http.answers import Answer, OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import chat_prompt, load, make_call, text_prompt, wish_of
@@ -16,8 +18,6 @@ from nearline.controller.http.door import Caller, Door, caller_of, door_of, tena
 from nearline.controller.http.generation import Call
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import FunctionBody
-from nearline.controller.jobs import Job, JobRequest
-from nearline.controller.registry import Target
 from nearline.controller.shown import shown
 from nearline.protocol import JobId, SamplingParams
 from nearline.protocol.errors import InvalidRequest

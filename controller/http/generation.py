@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nearline.controller.http.ports import FleetPort, RequestStream
-from nearline.controller.text import TextModel
-from nearline.controller.text_stream import TextDelta, TextStream
+from nearline.controller.text.models import TextModel
+from nearline.controller.text.stream import TextDelta, TextStream
 from nearline.protocol import Request, TokenLogprob, Usage
 from nearline.protocol.errors import NearlineError
 

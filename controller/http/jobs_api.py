@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
+from nearline.controller.durable.jobs import Job, JobRequest
 from nearline.controller.http.bodies import read_body
 from nearline.controller.http.calls import check_length
 from nearline.controller.http.constraints import grammar_of
@@ -16,7 +17,6 @@ from nearline.controller.http.openai_chat import ChatCompletion
 from nearline.controller.http.openai_completions import Completion, prompts_of
 from nearline.controller.http.openai_embeddings import Embedding, inputs_of
 from nearline.controller.http.schemas import ChatBody, CompletionBody, EmbeddingBody, JobBody
-from nearline.controller.jobs import Job, JobRequest
 from nearline.controller.policy.jobs import promise
 from nearline.controller.shown import shown
 from nearline.protocol.errors import InvalidRequest

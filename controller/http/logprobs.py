@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nearline.controller.text import TextModel
-from nearline.controller.text_stream import TokenText
+from nearline.controller.text.models import TextModel
+from nearline.controller.text.stream import TokenText
 from nearline.protocol import TokenLogprob
 
 LOWEST = -9999.0

@@ -5,8 +5,8 @@ from typing import Any
 
 from aiohttp import web
 
+from nearline.controller.durable.registry import Registry
 from nearline.controller.http.door import door_of
-from nearline.controller.registry import Registry
 from nearline.protocol import AdapterSpec, ModelSpec
 
 _HUB = re.compile(r"(?:int[48]:|as-is:)?hub:(.+)")

@@ -15,8 +15,8 @@ from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.logprobs import chat_logprobs
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import ChatBody
-from nearline.controller.text import TextModel
-from nearline.controller.text_stream import TextDelta
+from nearline.controller.text.models import TextModel
+from nearline.controller.text.stream import TextDelta
 from nearline.protocol.errors import InvalidRequest
 
 

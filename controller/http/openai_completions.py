@@ -18,8 +18,8 @@ from nearline.controller.http.logprobs import Echo, completion_logprobs, echo_lo
 from nearline.controller.http.numbers import MAX_CHOICES
 from nearline.controller.http.replies import reply
 from nearline.controller.http.schemas import CompletionBody
-from nearline.controller.text import TextModel
-from nearline.controller.text_stream import TextDelta
+from nearline.controller.text.models import TextModel
+from nearline.controller.text.stream import TextDelta
 from nearline.protocol.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16

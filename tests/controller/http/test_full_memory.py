@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nearline.controller.lease import LeaderLease
-from nearline.controller.limits import Limits
-from nearline.controller.redis_state import State
+from nearline.controller.durable.lease import LeaderLease
+from nearline.controller.durable.limits import Limits
+from nearline.controller.durable.redis_state import State
 from tests.controller.conftest import Valkey
 from tests.controller.http.conftest import checkpoint, serve
 

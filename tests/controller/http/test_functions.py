@@ -133,7 +133,7 @@ async def test_a_running_job_is_cancelled_in_the_fleet_and_stays_cancelled(front
 
 
 async def test_a_job_whose_instance_dies_is_tried_again(front: FrontDoor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearline.controller.job_worker.BACKOFF_S", (0.05, 0.1))
+    monkeypatch.setattr("nearline.controller.durable.job_worker.BACKOFF_S", (0.05, 0.1))
     front.runtime.break_at, front.runtime.breaks_once = (2, InstanceFailed("gone")), True
     _, job, _ = await front.post(PATH, {"prompt": "Hi"}, Invocation_Type="Event")
     _, ended, _ = await front.get(f"/v1/jobs/{job['id']}", Prefer="wait=60")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nearline.controller.limits import Limits
+from nearline.controller.durable.limits import Limits
 from nearline.protocol.errors import InstanceFailed, Overloaded
 from tests.controller.http.conftest import serve
 

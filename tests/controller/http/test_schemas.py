@@ -114,7 +114,7 @@ async def test_functions_are_greedy_unless_the_request_or_the_model_says_otherwi
 
 async def test_a_job_of_an_older_controller_still_runs(front: FrontDoor) -> None:
     """It was stored with the name of its model among its fields."""
-    from nearline.controller.jobs import JobRequest
+    from nearline.controller.durable.jobs import JobRequest
     from nearline.protocol import TenantId
 
     front.runtime.say("ok", EOS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nearline.controller.limits import Limits
+from nearline.controller.durable.limits import Limits
 from nearline.protocol import Slo, SloClass
 from tests.controller.http.conftest import FrontDoor, serve
 

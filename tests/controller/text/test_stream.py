@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nearline.controller.text_stream import Detokenizer, StopMatcher, TextStream
+from nearline.controller.text.stream import Detokenizer, StopMatcher, TextStream
 from nearline.protocol import TokenLogprob
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-from nearline.controller.text_stream import Detokenizer
+from nearline.controller.text.stream import Detokenizer
 from nearline.protocol.errors import ContextLengthExceeded, InvalidRequest
 
 INLINE_CHARS = 4_000

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from nearline.controller.redis_state import State
+from nearline.controller.durable.redis_state import State
 from nearline.protocol import TenantId
 from nearline.protocol.errors import NearlineError, RateLimited, StateUnavailable, StorageFull
 

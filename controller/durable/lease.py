@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from nearline.controller.redis_state import State, state_errors
+from nearline.controller.durable.redis_state import State, state_errors
 from nearline.protocol.errors import NearlineError, StateUnavailable, StorageFull
 
 log = structlog.get_logger(__name__)

@@ -6,9 +6,9 @@ from subprocess import DEVNULL, PIPE
 
 import pytest
 
-from nearline.controller.lease import LeaderLease
-from nearline.controller.redis_state import State
-from nearline.controller.registry import Registry, check_name
+from nearline.controller.durable.lease import LeaderLease
+from nearline.controller.durable.redis_state import State
+from nearline.controller.durable.registry import Registry, check_name
 from nearline.protocol import AdapterSpec, CheckpointInfo, CheckpointKind, Digest, ModelId, ModelSpec
 from nearline.protocol.errors import InvalidRequest, ModelNotFound, NameTaken, StateUnavailable
 from tests.controller.conftest import Valkey
@@ -143,8 +143,8 @@ async def test_a_lease_that_lapsed_unseen_is_kept(state: State) -> None:
 async def test_the_lease_of_a_killed_process_is_taken_at_once(state: State, valkey: Valkey) -> None:
     code = (
         "import asyncio, sys, time\n"
-        "from nearline.controller.lease import LeaderLease\n"
-        "from nearline.controller.redis_state import State\n"
+        "from nearline.controller.durable.lease import LeaderLease\n"
+        "from nearline.controller.durable.redis_state import State\n"
         "print(asyncio.run(LeaderLease(State(sys.argv[1], sys.argv[2]), 60).acquire()), flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from nearline.controller import render_thread
-from nearline.controller.render_thread import RenderThread
+from nearline.controller.text import render_thread
+from nearline.controller.text.render_thread import RenderThread
 
 NAME = "tested-renders"
 

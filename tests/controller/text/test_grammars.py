@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nearline.controller.grammars import MAX_CHARS, GrammarChecker, choice_grammar, schema_grammar
+from nearline.controller.text.grammars import MAX_CHARS, GrammarChecker, choice_grammar, schema_grammar
 from nearline.protocol import Grammar, GrammarKind
 from nearline.protocol.errors import InvalidRequest, Overloaded
 

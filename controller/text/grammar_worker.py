@@ -12,8 +12,8 @@ from typing import Any
 
 import llguidance
 
-from nearline.controller.json_schema import subschemas, wrong_number
 from nearline.controller.pipes import answer_all
+from nearline.controller.text.json_schema import subschemas, wrong_number
 from nearline.protocol import Grammar, GrammarKind
 
 CPU_S = 1

@@ -5,8 +5,8 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-from nearline.controller.json_schema import wrong_number
 from nearline.controller.side_process import SideProcess
+from nearline.controller.text.json_schema import wrong_number
 from nearline.protocol import Grammar, GrammarKind, Seconds
 from nearline.protocol.errors import InvalidRequest, Overloaded
 
@@ -21,7 +21,7 @@ class GrammarChecker:
     """Tries grammars out, one at a time. Owns: a process that may die of them (grammar_worker.py)."""
 
     def __init__(self) -> None:
-        self.process = SideProcess("nearline.controller.grammar_worker")
+        self.process = SideProcess("nearline.controller.text.grammar_worker")
         self._lock = asyncio.Lock()
         self._known: OrderedDict[Grammar, None] = OrderedDict()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from nearline.controller.redis_state import State
-from nearline.controller.token_limits import Reservation, TokenMeter
+from nearline.controller.durable.redis_state import State
+from nearline.controller.durable.token_limits import Reservation, TokenMeter
 from nearline.protocol import SloClass, TenantId
 from nearline.protocol.errors import RateLimited, StateUnavailable, StorageFull
 

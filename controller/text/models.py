@@ -13,8 +13,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import structlog
 
-from nearline.controller.templates import ChatTemplates, Message
-from nearline.controller.vocabulary import Vocabulary
+from nearline.controller.text.templates import ChatTemplates, Message
+from nearline.controller.text.vocabulary import Vocabulary
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nearline.controller import job_worker
-from nearline.controller.job_worker import JobWorker
-from nearline.controller.jobs import GROUP, Job, JobRequest, JobState, JobStore
-from nearline.controller.redis_state import State
+from nearline.controller.durable import job_worker
+from nearline.controller.durable.job_worker import JobWorker
+from nearline.controller.durable.jobs import GROUP, Job, JobRequest, JobState, JobStore
+from nearline.controller.durable.redis_state import State
 from nearline.protocol import JobId, TenantId
 from nearline.protocol.errors import (
     DeadlineExceeded,

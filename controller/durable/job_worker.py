@@ -9,9 +9,9 @@ from typing import Any
 import structlog
 from redis.exceptions import ResponseError
 
-from nearline.controller.jobs import GROUP, Job, JobStore
+from nearline.controller.durable.jobs import GROUP, Job, JobStore
+from nearline.controller.durable.redis_state import State, state_errors
 from nearline.controller.policy.jobs import PAUSES_S, Expire, Fail, verdict
-from nearline.controller.redis_state import State, state_errors
 from nearline.protocol import JobId
 from nearline.protocol.errors import Cancelled, NearlineError, StateUnavailable, StorageFull
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from nearline.controller.limits import Limit, Limits
-from nearline.controller.redis_state import State
+from nearline.controller.durable.limits import Limit, Limits
+from nearline.controller.durable.redis_state import State
 from nearline.protocol import SloClass, TenantId
 from nearline.protocol.errors import RateLimited
 from tests.controller.conftest import Valkey

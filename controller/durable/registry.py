@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nearline.controller.redis_state import State, state_errors
+from nearline.controller.durable.redis_state import State, state_errors
 from nearline.controller.shown import shown
 from nearline.protocol import AdapterSpec, Digest, ModelId, ModelSpec, from_plain, to_plain
 from nearline.protocol.errors import InvalidRequest, ModelNotFound, NameTaken, StateUnavailable

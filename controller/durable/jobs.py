@@ -13,8 +13,8 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from nearline.controller import job_scripts as scripts
-from nearline.controller.redis_state import State, state_errors
+from nearline.controller.durable import job_scripts as scripts
+from nearline.controller.durable.redis_state import State, state_errors
 from nearline.controller.shown import shown
 from nearline.protocol import JobId, TenantId, from_plain, to_plain
 from nearline.protocol.errors import (

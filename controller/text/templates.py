@@ -18,8 +18,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nearline.controller.render_thread import RenderThread
 from nearline.controller.shown import shown
+from nearline.controller.text.render_thread import RenderThread
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 
 log = structlog.get_logger(__name__)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nearline.controller import text as text_module
-from nearline.controller.templates import ChatTemplate
-from nearline.controller.text import TextModel, TextModels, named_templates
-from nearline.controller.vocabulary import INLINE_CHARS
+from nearline.controller.text import models as text_module
+from nearline.controller.text.models import TextModel, TextModels, named_templates
+from nearline.controller.text.templates import ChatTemplate
+from nearline.controller.text.vocabulary import INLINE_CHARS
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
 from nearline.protocol.errors import InvalidRequest, NodeLost, UnsupportedCheckpoint
 from tests.conftest import CHATML
@@ -98,7 +98,7 @@ async def test_a_template_that_misbehaves_is_the_callers_error(source: str) -> N
 
 
 async def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearline.controller.templates.RENDER_LIMIT_S", 0.2)
+    monkeypatch.setattr("nearline.controller.text.templates.RENDER_LIMIT_S", 0.2)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="simplify"):
         await ChatTemplate(loops, {}).render(TALK)
@@ -107,7 +107,7 @@ async def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.Monke
 async def test_a_render_that_outlasts_the_event_loops_patience_gives_the_same_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nearline.controller.render_thread.INLINE_S", 1e-6)
+    monkeypatch.setattr("nearline.controller.text.render_thread.INLINE_S", 1e-6)
     counts = "{% for a in range(300) %}{% for b in range(300) %}{{ a - b }},{% endfor %}{% endfor %}"
     expected = "".join(f"{a - b}," for a in range(300) for b in range(300))
     assert await ChatTemplate(counts, {}).render(TALK) == expected
@@ -302,7 +302,7 @@ async def test_an_adapters_template_is_read_and_compiled_once_however_often_it_i
             threads.append(threading.current_thread())
             super().__init__(source, special_tokens)
 
-    monkeypatch.setattr("nearline.controller.templates.ChatTemplate", Counted)
+    monkeypatch.setattr("nearline.controller.text.templates.ChatTemplate", Counted)
     models = [
         CheckpointInfo(Digest(digest), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", tuple(files))
         for digest in ("m1", "m2")
@@ -325,7 +325,7 @@ async def test_an_adapters_template_is_read_and_compiled_once_however_often_it_i
 async def test_the_templates_of_many_adapters_are_kept_within_a_bound(
     tiny_tokenizer_json: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearline.controller.text.MAX_ADAPTED", 2)
+    monkeypatch.setattr("nearline.controller.text.models.MAX_ADAPTED", 2)
     files = files_of(tiny_tokenizer_json)
     reads: list[object] = []
 

@@ -155,7 +155,7 @@ def main(directory: Path) -> Path:
                   "goodput, 1/s", "over FCFS"]  # fmt: skip
         parts += [f"**{name}: {workload.about}**", record.table(header, rows)]
     command = "python -m benchmarks.evidence.qlm --data DIRECTORY"
-    parts.append(WHY.format(seeds=", ".join(map(str, SEEDS))))
+    parts.append(WHY.format(seeds=f"{SEEDS[0]} to {SEEDS[-1]}"))
     return page.write("qlm", "Queues with promises against FCFS and EDF", command, parts)
 
 

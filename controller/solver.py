@@ -6,6 +6,7 @@ Source: [qlm] positions x[group, slot, place]; ours is lexicographic and counts 
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -169,6 +170,7 @@ def _answer(question: bytes) -> bytes:
 
 def main() -> int:
     """Answer every SolvePlan on stdin with a PlanSolved on stdout, until stdin closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the controller's to act on
     os.nice(NICENESS)
     answer_all(_answer)
     return 0

@@ -6,6 +6,7 @@ kilobytes can overflow a stack or take minutes; neither can be stopped from insi
 
 import json
 import resource
+import signal
 import threading
 import time
 from typing import Any
@@ -125,6 +126,7 @@ def _answer(question: bytes) -> bytes:
 
 def main() -> None:
     """Answer every grammar on stdin (its kind, a line feed, its source) with what is wrong with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the controller's to act on
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)

@@ -26,17 +26,17 @@ from nearline.protocol.errors import (
     Overloaded,
 )
 from nearline.protocol.frames import (
-    CancelImport,
+    CancelTask,
     DeleteCheckpoint,
     EvictCheckpoint,
     ImportCheckpoint,
-    ImportFailed,
     ImportFinished,
-    ImportProgress,
     ProfileFinished,
     ProfileInstance,
     ProfileProgress,
+    TaskFailed,
     TaskFinished,
+    TaskProgress,
     ToAgent,
     VerifyCheckpoint,
 )
@@ -45,8 +45,8 @@ _FETCH_S = 15.0
 _RETRY_S = 5.0
 MAX_FILE_BYTES = 64 << 20
 Outcome = ImportFinished | TaskFinished | ProfileFinished
-Progress = ImportProgress | ProfileProgress
-ImportFrame = Progress | Outcome | ImportFailed
+Progress = TaskProgress | ProfileProgress
+ImportFrame = Progress | Outcome | TaskFailed
 log = structlog.get_logger(__name__)
 
 
@@ -68,17 +68,17 @@ class Imports:
 
     async def run(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None
-    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+    ) -> AsyncGenerator[TaskProgress | ImportFinished, None]:
         """Import on the best node and yield progress, then ImportFinished. Raises the import's NearlineError."""
         node = self._choose_node(base_digest)
         task_id = TaskId(self._next_id("import"))
         wish = ImportCheckpoint(task_id, kind, source, base_digest)
         async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
             async for frame in frames:
-                assert isinstance(frame, (ImportProgress, ImportFinished)), f"{task_id} is an import"
+                assert isinstance(frame, (TaskProgress, ImportFinished)), f"{task_id} is an import"
                 yield frame
 
-    async def verify(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
+    async def verify(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, TaskProgress | TaskFinished], None]:
         """Verify a checkpoint on one node after the other; yield each one's progress, then its TaskFinished.
 
         Raises NodeLost if no connected node has it, and the NearlineError of the first node where it is wrong.
@@ -88,12 +88,12 @@ class Imports:
             wish = VerifyCheckpoint(task_id, digest)
             async with aclosing(self._follow(node.node_id, task_id, wish)) as frames:
                 async for frame in frames:
-                    assert isinstance(frame, (ImportProgress, TaskFinished)), f"{task_id} is a verification"
+                    assert isinstance(frame, (TaskProgress, TaskFinished)), f"{task_id} is a verification"
                     yield node.node_id, frame
 
     async def copy(
         self, checkpoint: CheckpointInfo, wished: NodeId | None
-    ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
+    ) -> AsyncGenerator[tuple[NodeId, TaskProgress | ImportFinished], None]:
         """Copy a checkpoint to a node from those that have it; yield progress, then ImportFinished.
 
         Raises NodeLost without a node to copy from, InvalidRequest without one to copy to, NotFound for a node nobody
@@ -116,7 +116,7 @@ class Imports:
         wish = ImportCheckpoint(task_id, checkpoint.kind, source, checkpoint.base_digest)
         async with aclosing(self._follow(node_id, task_id, wish)) as frames:
             async for frame in frames:
-                assert isinstance(frame, (ImportProgress, ImportFinished)), f"{task_id} is a copy"
+                assert isinstance(frame, (TaskProgress, ImportFinished)), f"{task_id} is a copy"
                 if isinstance(frame, ImportFinished):
                     self._check_copy(node_id, frame.checkpoint, checkpoint)
                 yield node_id, frame
@@ -193,13 +193,13 @@ class Imports:
             while not is_over:
                 frame = await task.frames.get()
                 is_over = not isinstance(frame, Progress)
-                if isinstance(frame, ImportFailed):
+                if isinstance(frame, TaskFailed):
                     raise frame.error.exception()
                 yield frame
         finally:
             del self._running[task_id]
             if not is_over:
-                self._links.send(node_id, CancelImport(task_id))
+                self._links.send(node_id, CancelTask(task_id))
 
     def received(self, node_id: NodeId, frame: ImportFrame) -> None:
         """Pass a node's word on to whoever waits for it; a task nobody waits for is cancelled."""
@@ -207,14 +207,14 @@ class Imports:
         if task is not None:
             task.frames.put_nowait(frame)
         elif isinstance(frame, Progress):
-            self._links.send(node_id, CancelImport(frame.task_id))
+            self._links.send(node_id, CancelTask(frame.task_id))
 
     def node_lost(self, node_id: NodeId) -> None:
         """Fail the tasks of a node whose link broke."""
         error = NodeLost(f"node {node_id} was lost meanwhile; try again", retry_after_s=_RETRY_S)
         for task_id, task in self._running.items():
             if task.node_id == node_id:
-                task.frames.put_nowait(ImportFailed(task_id, ErrorInfo.of(error)))
+                task.frames.put_nowait(TaskFailed(task_id, ErrorInfo.of(error)))
 
     def _holders(self, digest: Digest) -> list[NodeRecord]:
         rows = [(node, node.residency.get(digest)) for _, node in sorted(self._fleet.nodes.items())]

@@ -55,7 +55,6 @@ from nearline.protocol.frames import (
     DeleteCheckpoint,
     EnsureInstance,
     ImportFinished,
-    ImportProgress,
     InstanceChanged,
     Preload,
     PrepareAdapter,
@@ -65,6 +64,7 @@ from nearline.protocol.frames import (
     StopInstance,
     Submit,
     TaskFinished,
+    TaskProgress,
     ToController,
     Tokens,
     Yield,
@@ -169,20 +169,20 @@ class Runtime:
 
     def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
-    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+    ) -> AsyncGenerator[TaskProgress | ImportFinished, None]:
         """Bring a checkpoint into a node's store; the last item is ImportFinished. Closing it early cancels.
 
         Raises the NearlineError with which the import failed.
         """
         return self._imports.run(kind, source, base_digest)
 
-    def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
+    def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, TaskProgress | TaskFinished], None]:
         """Check a checkpoint's bytes on every node that has it. Raises CheckpointCorrupt, NodeLost."""
         return self._imports.verify(digest)
 
     def copy_checkpoint(
         self, checkpoint: CheckpointInfo, node_id: NodeId | None
-    ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
+    ) -> AsyncGenerator[tuple[NodeId, TaskProgress | ImportFinished], None]:
         """Copy a checkpoint to another node from those that have it. Raises NodeLost, NotFound."""
         return self._imports.copy(checkpoint, node_id)
 

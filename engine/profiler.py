@@ -14,7 +14,7 @@ from nearline.engine.sequence import Sequence
 from nearline.engine.types import Batch, BatchItem
 from nearline.protocol import Digest, ModelId, Request, RequestId, SamplingParams, Seconds, StepProfile
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, Overloaded
-from nearline.protocol.frames import ImportFailed, ProfileFinished, ProfileInstance, ProfileProgress
+from nearline.protocol.frames import ProfileFinished, ProfileInstance, ProfileProgress, TaskFailed
 
 PATIENCE_S: Seconds = 60.0
 """A profile that has waited this long for a moment without requests is given up."""
@@ -41,15 +41,15 @@ class Profiler:
         self._is_warm = False
         self._waits_since = time.monotonic()
 
-    def wait(self) -> ImportFailed | None:
+    def wait(self) -> TaskFailed | None:
         """Let requests go first. Returns the failure when they have for too long."""
         waited_s = time.monotonic() - self._waits_since
         if waited_s < PATIENCE_S:
             return None
         busy = Overloaded(f"the instance has had no idle moment for {waited_s:.0f} s; profile it when it is quiet")
-        return ImportFailed(self.wish.task_id, ErrorInfo.of(busy))
+        return TaskFailed(self.wish.task_id, ErrorInfo.of(busy))
 
-    def advance(self) -> ProfileProgress | ProfileFinished | ImportFailed:
+    def advance(self) -> ProfileProgress | ProfileFinished | TaskFailed:
         """Measure one step and say how far the profile is, or what came of it."""
         self._waits_since = time.monotonic()
         shape = self._plan.next()
@@ -59,7 +59,7 @@ class Profiler:
             seconds = self._measure(shape)
         except Exception as error:  # a profile's failure is its own
             log.exception("a profile failed")
-            return ImportFailed(self.wish.task_id, ErrorInfo.of(error))
+            return TaskFailed(self.wish.task_id, ErrorInfo.of(error))
         if self._is_warm:
             self._plan.observe(seconds)
         self._is_warm = True

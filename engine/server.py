@@ -27,11 +27,10 @@ from nearline.protocol.frames import (
     Bind,
     BindFailed,
     Bound,
-    CancelImport,
+    CancelTask,
     EngineReady,
     ExtentsFree,
     FramesFree,
-    ImportFailed,
     LoadAdapter,
     Ping,
     Pong,
@@ -41,6 +40,7 @@ from nearline.protocol.frames import (
     ProfileProgress,
     StepDone,
     Submit,
+    TaskFailed,
     ToEngine,
     Unbind,
     Unbound,
@@ -135,7 +135,7 @@ class EngineServer:
             said = profiler.advance()
         if said is not None:
             self._link.send(said)
-        if isinstance(said, (ProfileFinished, ImportFailed)):
+        if isinstance(said, (ProfileFinished, TaskFailed)):
             self._profiler = None
         return isinstance(said, ProfileProgress)
 
@@ -144,12 +144,12 @@ class EngineServer:
             self._profiler = self._instance.profiler(wish)
             return
         refused = Overloaded(f"instance {wish.instance_id} is being profiled already, or does not run here any more")
-        self._link.send(ImportFailed(wish.task_id, ErrorInfo.of(refused)))
+        self._link.send(TaskFailed(wish.task_id, ErrorInfo.of(refused)))
 
     def _end_profile(self, reason: str) -> None:
         if self._profiler is not None:
             failed = ErrorInfo.of(InstanceFailed(f"{reason}; profile the model again"))
-            self._link.send(ImportFailed(self._profiler.wish.task_id, failed))
+            self._link.send(TaskFailed(self._profiler.wish.task_id, failed))
         self._profiler = None
 
     def _take_in_adapters(self) -> None:
@@ -221,7 +221,7 @@ class EngineServer:
                 self._link.send(Pong(number, self._instance.core.longest_step_s if self._instance else 0.0))
             case ProfileInstance():
                 self._start_profile(message)
-            case CancelImport(task_id):
+            case CancelTask(task_id):
                 if self._profiler is not None and self._profiler.wish.task_id == task_id:
                     self._profiler = None
             case Bind():

@@ -12,7 +12,7 @@ import structlog
 from nearline.checkpoint_store import CheckpointStore
 from nearline.protocol import Bytes, Digest, Seconds, TaskId
 from nearline.protocol.errors import Cancelled, ErrorInfo
-from nearline.protocol.frames import EvictCheckpoint, ImportFailed, ImportProgress, TaskFinished, VerifyCheckpoint
+from nearline.protocol.frames import EvictCheckpoint, TaskFailed, TaskFinished, TaskProgress, VerifyCheckpoint
 
 PROGRESS_INTERVAL_S: Seconds = 0.1
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ class Errands:
         def work() -> Bytes:
             return self._store.verify(wish.digest, progress).num_bytes
 
-        self._send(ImportProgress(wish.task_id, "queued", 0, 0))
+        self._send(TaskProgress(wish.task_id, "queued", 0, 0))
         self._start(self._verifier, wish.task_id, wish.digest, work)
 
     def evict(self, wish: EvictCheckpoint) -> None:
@@ -48,7 +48,7 @@ class Errands:
         self._start(self._evictor, wish.task_id, wish.digest, lambda: self._store.evict(wish.digest))
 
     def cancel(self, task_id: TaskId) -> None:
-        """Stop a verification at its next chunk; ImportFailed follows."""
+        """Stop a verification at its next chunk; TaskFailed follows."""
         if task_id in self._cancelled:
             self._cancelled[task_id].set()
 
@@ -79,7 +79,7 @@ class Errands:
             info = ErrorInfo.of(error)
             log.warning("errand failed", digest=digest, code=info.code, error=info.message)
         if task_id is not None:
-            self._send(TaskFinished(task_id, *done.result()) if error is None else ImportFailed(task_id, info))
+            self._send(TaskFinished(task_id, *done.result()) if error is None else TaskFailed(task_id, info))
 
     def _post(self, message: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: the agent is going
@@ -99,4 +99,4 @@ class _Progress:
         now = time.monotonic()
         if now >= self._next_at or done_bytes == total_bytes:
             self._next_at = now + PROGRESS_INTERVAL_S
-            self._post(ImportProgress(self._task_id, "verifying", done_bytes, total_bytes))
+            self._post(TaskProgress(self._task_id, "verifying", done_bytes, total_bytes))

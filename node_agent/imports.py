@@ -30,7 +30,7 @@ from nearline.protocol import (
     to_plain,
 )
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, NearlineError
-from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
+from nearline.protocol.frames import ImportCheckpoint, ImportFinished, TaskFailed, TaskProgress
 
 MAX_RUNNING = 2
 """Imports at once, beside what is fetched for instances."""
@@ -102,7 +102,7 @@ class Imports:
         for key, job in list(self._jobs.items()):
             if task_id in job.tasks:
                 del job.tasks[task_id]
-                self._send(ImportFailed(task_id, ErrorInfo.of(Cancelled(f"import of {job.wish.source} was cancelled"))))
+                self._send(TaskFailed(task_id, ErrorInfo.of(Cancelled(f"import of {job.wish.source} was cancelled"))))
                 if not job.tasks and job.runner:
                     del self._jobs[key]
                     job.runner.cancel()
@@ -192,7 +192,7 @@ class Imports:
 
     async def _run(self, key: Key, job: _Job) -> None:
         try:
-            self._tell(job, lambda task_id: ImportProgress(task_id, "queued", 0, 0))
+            self._tell(job, lambda task_id: TaskProgress(task_id, "queued", 0, 0))
             async with self._room, self._turn(job.wish.source):
                 if self._deleting:
                     await asyncio.wait(self._deleting)
@@ -204,7 +204,7 @@ class Imports:
         except Exception as error:
             info = ErrorInfo.of(error)
             log.warning("import failed", source=job.wish.source, code=info.code, error=info.message)
-            self._tell(job, lambda task_id: ImportFailed(task_id, info))
+            self._tell(job, lambda task_id: TaskFailed(task_id, info))
         finally:
             if self._jobs.get(key) is job:
                 del self._jobs[key]
@@ -261,7 +261,7 @@ class Imports:
                     last = (said["phase"], said["done_bytes"])
                     job.moved()
                 for task_id in job.tasks:
-                    self._send(ImportProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
+                    self._send(TaskProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
         return said
 
     async def _make_room(self, process: ImportProcess, num_bytes: Bytes, rooms: list[Room]) -> None:

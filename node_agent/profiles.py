@@ -10,7 +10,7 @@ import structlog
 from nearline.node_agent.types import EngineId
 from nearline.protocol import Digest, StepProfile, TaskId, from_plain, to_plain
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, NearlineError, Overloaded
-from nearline.protocol.frames import CancelImport, ImportFailed, ProfileFinished, ProfileInstance, ProfileProgress
+from nearline.protocol.frames import CancelTask, ProfileFinished, ProfileInstance, ProfileProgress, TaskFailed
 
 log = structlog.get_logger()
 
@@ -83,7 +83,7 @@ class Profiling:
             self._engines[wish.task_id] = engine_id
             self._to_engine(engine_id, wish)
 
-    def heard(self, message: ProfileProgress | ProfileFinished | ImportFailed) -> None:
+    def heard(self, message: ProfileProgress | ProfileFinished | TaskFailed) -> None:
         """Pass on what an engine says about a profile, and keep the finished ones."""
         if isinstance(message, ProfileFinished):
             self._profiles.keep(message.profile)
@@ -95,7 +95,7 @@ class Profiling:
         """End a profile nobody waits for."""
         engine_id = self._engines.pop(task_id, None)
         if engine_id is not None:
-            self._to_engine(engine_id, CancelImport(task_id))
+            self._to_engine(engine_id, CancelTask(task_id))
 
     def cancel_all(self) -> None:
         """End every profile: the controller that wished for them is gone."""
@@ -109,4 +109,4 @@ class Profiling:
             self._fail(task_id, InstanceFailed("the engine process ended meanwhile; profile the model again"))
 
     def _fail(self, task_id: TaskId, error: NearlineError) -> None:
-        self._to_controller(ImportFailed(task_id, ErrorInfo.of(error)))
+        self._to_controller(TaskFailed(task_id, ErrorInfo.of(error)))

@@ -169,7 +169,7 @@ class NodeRuntime:
             fr.Yield: self._relay.yield_place,
             fr.PrepareAdapter: lambda m: self._relay.prepare_adapter(m, self._core.state(m.instance_id)),
             fr.ImportCheckpoint: self._import,
-            fr.CancelImport: self._cancel_task,
+            fr.CancelTask: self._cancel_task,
             fr.DeleteCheckpoint: lambda m: self._decide(ev.DeleteWished(m.digest)),
             fr.Preload: lambda m: self._leases.run("preload", self._store.preload, m.digest),
             fr.EvictCheckpoint: self._errands.evict,
@@ -219,7 +219,7 @@ class NodeRuntime:
         except NearlineError:
             return None
 
-    def _cancel_task(self, message: fr.CancelImport) -> None:
+    def _cancel_task(self, message: fr.CancelTask) -> None:
         self._imports.cancel(message.task_id)
         self._errands.cancel(message.task_id)
         self._profiling.cancel(message.task_id)
@@ -230,7 +230,7 @@ class NodeRuntime:
         if isinstance(message, fr.TaskFinished):  # who waits for it may look at the fleet right after
             self._send_report()
         self._link.send(message)
-        if not isinstance(message, fr.ImportProgress):
+        if not isinstance(message, fr.TaskProgress):
             self._report_soon()
 
     # ---- what the mind decides ----
@@ -323,7 +323,7 @@ class NodeRuntime:
                 self._adapter_leases.free(engine_id, frame.lease_id)
             case fr.Pong():
                 self._heartbeat.answered(engine_id, frame.number, frame.longest_step_s)
-            case fr.ProfileProgress() | fr.ProfileFinished() | fr.ImportFailed():
+            case fr.ProfileProgress() | fr.ProfileFinished() | fr.TaskFailed():
                 self._profiling.heard(frame)
                 if isinstance(frame, fr.ProfileFinished):
                     self._send_report()

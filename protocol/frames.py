@@ -98,8 +98,8 @@ class ImportCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelImport:
-    """End an import or another task nobody waits for."""
+class CancelTask:
+    """End a task nobody waits for: an import, a verification, a profile."""
 
     task_id: TaskId
 
@@ -128,7 +128,7 @@ class EvictCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class VerifyCheckpoint:
-    """Read a checkpoint from SSD against its digests: ImportProgress, then TaskFinished or ImportFailed."""
+    """Read a checkpoint from SSD against its digests: TaskProgress, then TaskFinished or TaskFailed."""
 
     task_id: TaskId
     digest: Digest
@@ -137,7 +137,7 @@ class VerifyCheckpoint:
 @dataclass(frozen=True, slots=True)
 class ProfileInstance:
     """Measure what steps of this instance's checkpoint take, between its requests: ProfileProgress, then
-    ProfileFinished or ImportFailed. The agent hands it on to the engine."""
+    ProfileFinished or TaskFailed. The agent hands it on to the engine."""
 
     task_id: TaskId
     instance_id: InstanceId
@@ -167,7 +167,9 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportProgress:
+class TaskProgress:
+    """How far an import or a verification has come in its phase."""
+
     task_id: TaskId
     phase: str
     done_bytes: Bytes
@@ -181,8 +183,8 @@ class ImportFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportFailed:
-    """An import, or another task, has failed."""
+class TaskFailed:
+    """A task has failed: an import, a verification, a profile."""
 
     task_id: TaskId
     error: ErrorInfo
@@ -384,17 +386,17 @@ class Unbound:
 
 ToAgent = (
     Welcome | EnsureInstance | StopInstance | Submit | Abort | Yield | PrepareAdapter | ImportCheckpoint
-    | CancelImport | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint | ProfileInstance
+    | CancelTask | DeleteCheckpoint | Preload | EvictCheckpoint | VerifyCheckpoint | ProfileInstance
 )  # fmt: skip
 ToController = (
-    Report | InstanceChanged | Tokens | ImportProgress | ImportFinished | ImportFailed | TaskFinished
+    Report | InstanceChanged | Tokens | TaskProgress | ImportFinished | TaskFailed | TaskFinished
     | ProfileProgress | ProfileFinished
 )  # fmt: skip
 ToEngine = (
     PoolLayout | Bind | Submit | Abort | Yield | LoadAdapter | AdapterBytes | UnloadAdapter | Unbind | Ping
-    | ProfileInstance | CancelImport
+    | ProfileInstance | CancelTask
 )  # fmt: skip
 FromEngine = (
     EngineReady | Bound | BindFailed | StepDone | AdapterLoaded | AdapterEvicted | AdapterWanted | ExtentsFree
-    | Unbound | Pong | ProfileProgress | ProfileFinished | ImportFailed | FramesFree
+    | Unbound | Pong | ProfileProgress | ProfileFinished | TaskFailed | FramesFree
 )  # fmt: skip

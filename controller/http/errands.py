@@ -24,7 +24,7 @@ from nearline.protocol import (
     to_plain,
 )
 from nearline.protocol.errors import ModelNotFound
-from nearline.protocol.frames import ImportProgress, ProfileProgress
+from nearline.protocol.frames import ProfileProgress, TaskProgress
 
 Event = dict[str, Any]
 log = structlog.get_logger(__name__)
@@ -79,7 +79,7 @@ async def _verify(door: Door, name: str, checkpoint: CheckpointInfo) -> AsyncGen
     nodes: list[Event] = []
     async with aclosing(door.runtime.verify_checkpoint(checkpoint.digest)) as frames:
         async for node_id, frame in frames:
-            if isinstance(frame, ImportProgress):
+            if isinstance(frame, TaskProgress):
                 fields = {"done_bytes": frame.done_bytes, "total_bytes": frame.total_bytes}
                 yield {"phase": frame.phase, "node": node_id, **fields}
             else:
@@ -94,7 +94,7 @@ async def _copy(
 ) -> AsyncGenerator[Event, None]:
     async with aclosing(door.runtime.copy_checkpoint(checkpoint, node_id)) as frames:
         async for chosen, frame in frames:
-            if isinstance(frame, ImportProgress):
+            if isinstance(frame, TaskProgress):
                 fields = {"done_bytes": frame.done_bytes, "total_bytes": frame.total_bytes}
                 yield {"phase": frame.phase, "node": chosen, **fields}
             else:

@@ -19,7 +19,7 @@ from nearline.protocol import (
     Request,
     SequenceUpdate,
 )
-from nearline.protocol.frames import ImportFinished, ImportProgress, ProfileFinished, ProfileProgress, TaskFinished
+from nearline.protocol.frames import ImportFinished, ProfileFinished, ProfileProgress, TaskFinished, TaskProgress
 
 Snapshot = dict[str, list[dict[str, Any]]]
 
@@ -64,17 +64,17 @@ class FleetPort(Protocol):
 
     def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
-    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+    ) -> AsyncGenerator[TaskProgress | ImportFinished, None]:
         """Bring a checkpoint into a node's store. Closing the iterator early cancels the import."""
         ...
 
-    def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ImportProgress | TaskFinished], None]:
+    def verify_checkpoint(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, TaskProgress | TaskFinished], None]:
         """Check a checkpoint's bytes on every node that has it; the last item of each node is TaskFinished."""
         ...
 
     def copy_checkpoint(
         self, checkpoint: CheckpointInfo, node_id: NodeId | None
-    ) -> AsyncGenerator[tuple[NodeId, ImportProgress | ImportFinished], None]:
+    ) -> AsyncGenerator[tuple[NodeId, TaskProgress | ImportFinished], None]:
         """Copy a checkpoint to another node from those that have it. The last item is ImportFinished."""
         ...
 

@@ -31,7 +31,7 @@ from nearline.protocol.errors import (
     NameTaken,
     NearlineError,
 )
-from nearline.protocol.frames import ImportFinished, ImportProgress
+from nearline.protocol.frames import ImportFinished, TaskProgress
 
 log = structlog.get_logger(__name__)
 
@@ -169,8 +169,8 @@ class Registrar:
 
 
 async def _next(
-    updates: AsyncGenerator[ImportProgress | ImportFinished, None],
-) -> ImportProgress | ImportFinished | None:
+    updates: AsyncGenerator[TaskProgress | ImportFinished, None],
+) -> TaskProgress | ImportFinished | None:
     """The next word of an import; None: it has said its last."""
     return await anext(updates, None)
 

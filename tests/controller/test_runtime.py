@@ -39,15 +39,15 @@ from nearline.protocol.errors import (
     StorageFull,
 )
 from nearline.protocol.frames import (
-    CancelImport,
+    CancelTask,
     DeleteCheckpoint,
     EnsureInstance,
     EvictCheckpoint,
     ImportCheckpoint,
-    ImportFailed,
     ImportFinished,
-    ImportProgress,
     Submit,
+    TaskFailed,
+    TaskProgress,
 )
 from tests.controller.fake_agent import FakeAgent
 from tests.controller.fleets import TIMINGS, checkpoint, model, report, resident
@@ -226,14 +226,14 @@ async def test_an_import_reports_progress_and_its_end_or_its_error(fleet: Fleet)
         first = asyncio.ensure_future(anext(stream))
         await answer()
         done = checkpoint("new-digest")
-        await answer(ImportProgress(task_id(), "copy", 1, 2), ImportFinished(task_id(), done))
-        assert (await first) == ImportProgress(task_id(), "copy", 1, 2)
+        await answer(TaskProgress(task_id(), "copy", 1, 2), ImportFinished(task_id(), done))
+        assert (await first) == TaskProgress(task_id(), "copy", 1, 2)
         assert [item async for item in stream] == [ImportFinished(task_id(), done)]
         assert "new-digest" in fleet.runtime.core.fleet.nodes["n1"].residency
         agent.received.clear()
         failing = asyncio.ensure_future(anext(fleet.runtime.import_checkpoint(CheckpointKind.MODEL, "/models/x")))
         await answer()
-        await answer(ImportFailed(task_id(), ErrorInfo.of(StorageFull("disk full"))))
+        await answer(TaskFailed(task_id(), ErrorInfo.of(StorageFull("disk full"))))
         with pytest.raises(StorageFull):
             await failing
 
@@ -267,7 +267,7 @@ async def test_an_import_whose_caller_leaves_is_cancelled_and_one_whose_node_lea
         waiting = asyncio.ensure_future(anext(fleet.runtime.import_checkpoint(CheckpointKind.MODEL, "/models/x")))
         await eventually(lambda: any(isinstance(f, ImportCheckpoint) for f in agent.received))
         waiting.cancel()
-        await eventually(lambda: any(isinstance(f, CancelImport) for f in agent.received))
+        await eventually(lambda: any(isinstance(f, CancelTask) for f in agent.received))
         abandoned = asyncio.ensure_future(anext(fleet.runtime.import_checkpoint(CheckpointKind.MODEL, "/models/x")))
         await asyncio.sleep(0.02)
         await agent.hang_up()

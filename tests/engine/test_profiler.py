@@ -8,14 +8,14 @@ import pytest
 from nearline.engine.profile_plan import LONGEST_STEP_S, NUM_REPEATS, ProfileLimits, ProfilePlan
 from nearline.protocol import StepProfile, StepTimeModel, TaskId
 from nearline.protocol.frames import (
-    CancelImport,
-    ImportFailed,
+    CancelTask,
     Ping,
     Pong,
     ProfileFinished,
     ProfileInstance,
     ProfileProgress,
     StepDone,
+    TaskFailed,
     Unbind,
 )
 from tests.engine.checkpoints import Oracle
@@ -98,13 +98,13 @@ def test_a_profile_measures_real_steps_and_lets_requests_go_first(
 
 def test_a_profile_nobody_waits_for_ends_and_a_second_one_at_once_is_refused(engine: EngineUnderTest) -> None:
     engine.send(ProfileInstance(TaskId("t1"), INSTANCE), ProfileInstance(TaskId("t2"), INSTANCE))
-    refused = engine.expect(ImportFailed, where=lambda message: message.task_id == "t2")
+    refused = engine.expect(TaskFailed, where=lambda message: message.task_id == "t2")
     assert refused.error.code == "overloaded"
-    engine.send(CancelImport(TaskId("t1")), Ping(7))
+    engine.send(CancelTask(TaskId("t1")), Ping(7))
     pong = engine.expect(Pong, where=lambda pong: pong.number == 7)
     assert 0 < pong.longest_step_s < 1, "a tiny model's steps are short"
     engine.send(ProfileInstance(TaskId("t3"), INSTANCE))
     engine.expect(ProfileProgress, where=lambda progress: progress.task_id == "t3")
     engine.send(Unbind())
-    failed = engine.expect(ImportFailed, where=lambda message: message.task_id == "t3")
+    failed = engine.expect(TaskFailed, where=lambda message: message.task_id == "t3")
     assert failed.error.code == "instance_failed"

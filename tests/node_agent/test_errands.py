@@ -6,19 +6,19 @@ from typing import Any
 
 from nearline.protocol import CheckpointInfo, Digest, TaskId
 from nearline.protocol.frames import (
-    CancelImport,
+    CancelTask,
     EvictCheckpoint,
-    ImportFailed,
-    ImportProgress,
     Preload,
+    TaskFailed,
     TaskFinished,
+    TaskProgress,
     VerifyCheckpoint,
 )
 from tests.node_agent.conftest import Agent, FakeController
 
 
 def outcome(task_id: str) -> Callable[[Any], Any]:
-    return lambda f: f if isinstance(f, (TaskFinished, ImportFailed)) and f.task_id == task_id else None
+    return lambda f: f if isinstance(f, (TaskFinished, TaskFailed)) and f.task_id == task_id else None
 
 
 async def test_a_checkpoint_is_verified_with_progress_and_a_flipped_bit_is_named(
@@ -30,7 +30,7 @@ async def test_a_checkpoint_is_verified_with_progress_and_a_flipped_bit_is_named
     assert isinstance(finished, TaskFinished), finished
     assert finished.num_bytes == info.num_bytes
     assert finished.seconds > 0
-    progress = [f for f in controller.heard if isinstance(f, ImportProgress) and f.task_id == "v1"]
+    progress = [f for f in controller.heard if isinstance(f, TaskProgress) and f.task_id == "v1"]
     assert progress[0].phase == "queued"
     assert (progress[-1].phase, progress[-1].done_bytes) == ("verifying", info.num_bytes)
 
@@ -66,7 +66,7 @@ async def test_eviction_says_what_it_freed_and_the_report_follows(
 async def test_what_cannot_be_done_is_answered_and_a_cancelled_task_that_is_over_is_no_news(
     controller: FakeController, agent: Agent
 ) -> None:
-    await controller.send(CancelImport(TaskId("long-gone")))
+    await controller.send(CancelTask(TaskId("long-gone")))
     await controller.send(EvictCheckpoint(Digest("0" * 32)))
     for task_id, wish in (("v", VerifyCheckpoint), ("e", lambda t, d: EvictCheckpoint(d, t))):
         await controller.send(wish(TaskId(task_id), Digest("0" * 32)))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nearline.protocol import CheckpointInfo, CheckpointKind, TaskId
-from nearline.protocol.frames import ImportCheckpoint, ImportFailed, ImportFinished
+from nearline.protocol.frames import ImportCheckpoint, ImportFinished, TaskFailed
 from tests.checkpoint_store.web import web
 from tests.node_agent.conftest import FakeController, running_agent
 
@@ -16,7 +16,7 @@ SPARE = 1024 * 1024
 
 async def add(controller: FakeController, task_id: str, source: str) -> Any:
     def outcome(frame: Any) -> Any:
-        return frame if isinstance(frame, (ImportFinished, ImportFailed)) and frame.task_id == task_id else None
+        return frame if isinstance(frame, (ImportFinished, TaskFailed)) and frame.task_id == task_id else None
 
     await controller.send(ImportCheckpoint(TaskId(task_id), CheckpointKind.MODEL, source))
     return await controller.hear(outcome)

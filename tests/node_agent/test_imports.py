@@ -13,12 +13,12 @@ from nearline.node_agent.import_process import ImportProcess
 from nearline.node_agent.imports import Imports
 from nearline.protocol import TOKEN_VARIABLE, CheckpointInfo, CheckpointKind, TaskId
 from nearline.protocol.errors import Fault
-from nearline.protocol.frames import CancelImport, ImportCheckpoint, ImportFailed, ImportFinished, ImportProgress
+from nearline.protocol.frames import CancelTask, ImportCheckpoint, ImportFinished, TaskFailed, TaskProgress
 from tests.node_agent.conftest import FakeController, running_agent
 
 
 def outcome(task_id: str) -> Callable[[Any], Any]:
-    return lambda f: f if isinstance(f, (ImportFinished, ImportFailed)) and f.task_id == task_id else None
+    return lambda f: f if isinstance(f, (ImportFinished, TaskFailed)) and f.task_id == task_id else None
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def test_imports_report_progress_end_once_and_can_be_cancelled(
         for number in range(3):
             other = shutil.copytree(source, empty_dir.parent / f"copy-{number}")
             await controller.send(ImportCheckpoint(TaskId(f"c{number}"), CheckpointKind.MODEL, str(other)))
-        await controller.send(CancelImport(TaskId("c2")))
+        await controller.send(CancelTask(TaskId("c2")))
         await controller.send(ImportCheckpoint(TaskId("bad"), CheckpointKind.MODEL, str(empty_dir / "nothing")))
         for task_id in ("t1", "t2", "c0", "c1"):
             finished = await controller.hear(outcome(task_id))
@@ -50,9 +50,9 @@ async def test_imports_report_progress_end_once_and_can_be_cancelled(
         assert "nothing" in failed.error.message
         report = await controller.report(lambda r: bool(r.residency))
         assert [r.digest for r in report.residency] == [stored_checkpoint[0].digest]
-        ended = [f.task_id for f in controller.heard if isinstance(f, (ImportFinished, ImportFailed))]
+        ended = [f.task_id for f in controller.heard if isinstance(f, (ImportFinished, TaskFailed))]
         assert sorted(ended) == ["bad", "c0", "c1", "c2", "t1", "t2"]
-        phases = [f.phase for f in controller.heard if isinstance(f, ImportProgress) and f.task_id == "t2"]
+        phases = [f.phase for f in controller.heard if isinstance(f, TaskProgress) and f.task_id == "t2"]
         assert len(set(phases)) >= 2
         assert await agent.terminate() == 0
 
@@ -73,7 +73,7 @@ async def test_only_a_copy_from_peers_is_told_the_clusters_token(
     imports = Imports(tmp_path, said.put_nowait, store, "secret")
     for source in ("hub:org/name", "https://there/m", "/a/directory", f"peer:{'0' * 32}@http://n"):
         imports.start(ImportCheckpoint(TaskId(source), CheckpointKind.MODEL, source))
-        while not isinstance(await said.get(), ImportFailed):
+        while not isinstance(await said.get(), TaskFailed):
             pass
     assert told == [None, None, None, "secret"]
     await imports.close()

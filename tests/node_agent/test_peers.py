@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nearline.protocol import CheckpointInfo, CheckpointKind, InstanceId, InstanceSpec, ModelId, TaskId, peer_source
-from nearline.protocol.frames import DeleteCheckpoint, EnsureInstance, ImportCheckpoint, ImportFailed, ImportFinished
+from nearline.protocol.frames import DeleteCheckpoint, EnsureInstance, ImportCheckpoint, ImportFinished, TaskFailed
 from tests.checkpoint_store.web import web
 from tests.node_agent.conftest import Agent, FakeController, running_agent
 
@@ -25,7 +25,7 @@ async def peer_controller() -> AsyncIterator[FakeController]:
 async def outcome(controller: FakeController, task_id: str, source: str) -> Any:
     await controller.send(ImportCheckpoint(TaskId(task_id), CheckpointKind.MODEL, source))
     return await controller.hear(
-        lambda f: f if isinstance(f, (ImportFinished, ImportFailed)) and f.task_id == task_id else None
+        lambda f: f if isinstance(f, (ImportFinished, TaskFailed)) and f.task_id == task_id else None
     )
 
 
@@ -73,7 +73,7 @@ async def test_a_node_of_the_controllers_machine_is_found_from_another_where_the
                 await first.send(DeleteCheckpoint(info.digest))
                 await first.report(lambda report: not report.residency)
                 refused = await outcome(first, "named", f"http://127.0.0.1:{url.rpartition(':')[2]}/model")
-                assert isinstance(refused, ImportFailed)
+                assert isinstance(refused, TaskFailed)
                 assert "127.0.0.1" in refused.error.message, "what a person names is taken as it is"
     finally:
         await first.stop()

@@ -9,7 +9,7 @@ import pytest
 
 from nearline.node_agent.profiles import Profiles
 from nearline.protocol import CheckpointInfo, Digest, InstanceId, StepProfile, StepTimeModel, TaskId
-from nearline.protocol.frames import ImportFailed, ProfileFinished, ProfileInstance, ProfileProgress
+from nearline.protocol.frames import ProfileFinished, ProfileInstance, ProfileProgress, TaskFailed
 from tests.node_agent.conftest import FakeController, running_agent
 
 PROFILE = StepProfile(Digest("d"), "cpu", 2, StepTimeModel.guess(10**9), 0.04, 0.02, 30, 1e9, 1.75e9)
@@ -52,7 +52,7 @@ async def test_a_profile_is_measured_reported_and_kept(
     async with running_agent(controller, data_dir, "--slots", "1", "--prewarm", "1", engine=None) as agent:
         await controller.report(lambda r: r.num_prewarmed == 1)
         await controller.send(ProfileInstance(TaskId("p1"), InstanceId("i1")))
-        refused = await controller.hear(lambda f: isinstance(f, ImportFailed) and f)
+        refused = await controller.hear(lambda f: isinstance(f, TaskFailed) and f)
         assert refused.error.code == "instance_failed", "nothing runs yet"
         await controller.ensure("i1", digest)
         await controller.state("i1", "ready")
@@ -88,5 +88,5 @@ async def test_a_profile_is_refused_while_requests_run_on_the_node(
         await controller.submit("i1", "r1", max_tokens=10**6)
         await asyncio.sleep(0.1)
         await controller.send(ProfileInstance(TaskId("p"), InstanceId("i1")))
-        refused = await controller.hear(lambda f: isinstance(f, ImportFailed) and f)
+        refused = await controller.hear(lambda f: isinstance(f, TaskFailed) and f)
         assert (refused.task_id, refused.error.code) == ("p", "overloaded")

@@ -24,7 +24,7 @@ from nearline.protocol import (
     TokenLogprob,
 )
 from nearline.protocol.errors import NearlineError
-from nearline.protocol.frames import ImportFinished, ImportProgress
+from nearline.protocol.frames import ImportFinished, TaskProgress
 
 EOS = 258
 Script = Callable[[Request], Sequence[int]]
@@ -161,10 +161,10 @@ class ScriptedRuntime:
 
     async def import_checkpoint(
         self, kind: CheckpointKind, source: str, base_digest: Digest | None = None
-    ) -> AsyncGenerator[ImportProgress | ImportFinished, None]:
+    ) -> AsyncGenerator[TaskProgress | ImportFinished, None]:
         self.begun_imports.append(source)
         try:
-            yield ImportProgress(TaskId("t"), "convert", 1, 2)
+            yield TaskProgress(TaskId("t"), "convert", 1, 2)
             await self.import_gate.wait()
             found = self.imports[source]
             if isinstance(found, NearlineError):

@@ -168,8 +168,6 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
-    """How far an import or a verification has come in its phase."""
-
     task_id: TaskId
     phase: str
     done_bytes: Bytes

@@ -91,8 +91,8 @@ def copy_target(nodes: Iterable[NodeView], need: Need, busy: Collection[NodeId])
     connected = [node for node in nodes if node.is_connected]
     ranked = []
     for node in connected:
-        is_new = not node.holds(need.digest) and node.node_id not in (*busy, *need.avoid)
-        if not is_new or node.report.ssd_free_bytes < need.num_bytes:
+        is_barred = node.holds(need.digest) or node.node_id in busy or node.node_id in need.avoid
+        if is_barred or node.report.ssd_free_bytes < need.num_bytes:
             continue
         devices = [d for d in node.report.devices if d.num_slots and (node.node_id, d.index) not in need.crowded]
         if any(_can_hold(node, d, need) and _fits(node, d, need, []) for d in devices):

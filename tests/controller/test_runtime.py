@@ -149,13 +149,15 @@ async def test_a_broken_link_does_not_break_the_stream(fleet: Fleet) -> None:
 
 async def test_twenty_dead_engines_in_a_row_cost_no_token(fleet: Fleet) -> None:
     async with fleet.agent() as agent:
-        handle = fleet.runtime.open(request(max_tokens=100))
-        for _ in range(20):
-            await anext(handle)
+        handle = fleet.runtime.open(request(max_tokens=400))
+        for attempt in range(1, 21):
+            await eventually(lambda attempt=attempt: handle.attempt == attempt)  # type: ignore[misc]
+            known = len(handle.generated_token_ids)
+            await eventually(lambda known=known: len(handle.generated_token_ids) > known)  # type: ignore[misc]
             (instance_id,) = agent.instances
             await agent.change(instance_id, InstanceState.FAILED, error=ErrorInfo.of(InstanceFailed("killed")))
         await collect(handle)
-        assert handle.generated_token_ids == [1000 + n for n in range(100)]
+        assert handle.generated_token_ids == [1000 + n for n in range(400)]
         assert handle.attempt == 21
     assert fleet.runtime.core.fleet.requests == {}
 

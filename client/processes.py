@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nearline.protocol.log_files import MAX_LOG_BYTES, older
+from nearline.protocol.log_files import MAX_SERVICE_LOG_BYTES, older
 
 PR_SET_PDEATHSIG = 1
 MAX_BACKOFF_S = 10.0
@@ -74,7 +74,7 @@ class Child:
         line written in that very moment is lost. Where a full disk takes no copy, the log stays as it is."""
         incoming = older(self.log).with_suffix(".new")
         with contextlib.suppress(OSError):
-            if self.log.stat().st_size > MAX_LOG_BYTES:
+            if self.log.stat().st_size > MAX_SERVICE_LOG_BYTES:
                 try:
                     shutil.copyfile(self.log, incoming)
                     incoming.replace(older(self.log))

@@ -112,7 +112,7 @@ def test_following_misses_nothing_of_a_log_that_is_cut_while_its_process_writes(
 ) -> None:
     """`four` comes between the last look and the cut, `five` after it."""
     child = Child("controller", [], data_dir / "logs" / "controller.log")
-    monkeypatch.setattr("nearline.client.processes.MAX_LOG_BYTES", 10)
+    monkeypatch.setattr("nearline.client.processes.MAX_SERVICE_LOG_BYTES", 10)
     with child.log.open("a", buffering=1) as writer:
 
         def turns() -> Iterator[None]:

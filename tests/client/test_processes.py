@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nearline.client.processes import Child
-from nearline.protocol.log_files import MAX_LOG_BYTES, older
+from nearline.protocol.log_files import MAX_SERVICE_LOG_BYTES, older
 
-NUM_TURNS, NUM_LINES, LINE_BYTES = 4, 8_000, 100
+NUM_TURNS, NUM_LINES, LINE_BYTES = 4, 10_000, 1_000
 CHATTY = f"""
 import pathlib, sys, time
 for turn in range({NUM_TURNS}):
@@ -37,5 +37,5 @@ async def test_a_chatty_childs_log_stays_small_and_keeps_every_line_between_two_
         child.cut_log()
     assert child.process is not None
     await child.process.wait()
-    assert NUM_LINES * LINE_BYTES < MAX_LOG_BYTES < 2 * NUM_LINES * LINE_BYTES
+    assert NUM_LINES * LINE_BYTES < MAX_SERVICE_LOG_BYTES < 2 * NUM_LINES * LINE_BYTES
     assert (child.log.read_bytes(), older(child.log).read_bytes().count(b"\n")) == (b"", 2 * NUM_LINES)

@@ -121,8 +121,9 @@ class EngineProcess:
         exiting = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((reading, exiting), return_when=asyncio.FIRST_COMPLETED)
-            # It closed its socket, so nothing more can come of it; its own exit code says more than our signal would.
-            await asyncio.wait((exiting,), timeout=EXIT_GRACE_S)
+            if not self._is_doomed:
+                # It closed its socket, so nothing more can come of it; its own exit code says more than our signal.
+                await asyncio.wait((exiting,), timeout=EXIT_GRACE_S)
             if not exiting.done():
                 self.kill()
             code = await exiting
@@ -146,6 +147,7 @@ class EngineProcess:
             return
         except WireError as error:
             log.error("engine speaks another language; ending it", engine_id=self._engine_id, error=str(error))
+            self.kill_hung("it sent what is no message")
 
     async def _copy_output(self, process: asyncio.subprocess.Process, sink: EngineLog) -> None:
         assert process.stdout is not None

@@ -1,7 +1,7 @@
 """An engine process without tensors, for faults a real one should not have. Speaks the real frames.
 
 Counts instead of thinking: token i of a sequence is its position. The model's name says what goes wrong:
-dies-at-bind, dies-slowly (its socket closed), fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM),
+dies-at-bind, dies-slowly (its socket closed), babbles (and stays), fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM),
 dies-at-submit, rots-at-submit (its bytes do), bad-adapter, lets-go (of its frames, as where a device has memory).
 """
 
@@ -102,6 +102,9 @@ class StandIn:
             self.agent.close()
             time.sleep(2.0)
             sys.exit(7)
+        if self.model == "babbles":
+            self.agent.sendall(struct.pack("<I", 3) + b"???")
+            time.sleep(3600)
         if self.model == "never-binds":
             return
         if self.model == "fails-to-bind":

@@ -132,6 +132,13 @@ async def test_an_engine_that_takes_its_time_to_end_says_why_by_its_own_exit_cod
     assert "exit code 7" in (await controller.state("i1", "failed")).error.message
 
 
+async def test_an_engine_that_speaks_another_language_is_killed_and_that_is_the_reason_given(
+    controller: FakeController, agent: Agent, stored_checkpoint: tuple[CheckpointInfo, object]
+) -> None:
+    await controller.ensure("i1", stored_checkpoint[0].digest, "babbles")
+    assert "it sent what is no message: signal 9" in (await controller.state("i1", "failed")).error.message
+
+
 async def test_engines_that_cannot_start_are_tried_ever_later_and_waiting_instances_hear_of_it(
     controller: FakeController, data_dir: Path, stored_checkpoint: tuple[CheckpointInfo, object]
 ) -> None:

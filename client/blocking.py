@@ -124,8 +124,8 @@ class Function:
         return Call(self._loop, self._loop.run(self._function.spawn(text, idempotency_key=idempotency_key, **options)))
 
     def map(self, texts: Iterable[str], *, concurrency: int = 32, **options: Any) -> Iterator[Output]:
-        """Invoke for each text, at most `concurrency` at once; yield the outputs in order. Texts may have no end; they
-        are taken on the client's own thread, so they must not come from calls of this client."""
+        """Invoke for each text, `concurrency` at once; yield the outputs in order. Texts may have no end; they are
+        taken on the client's own thread, so they must not come from calls of this client."""
         return self._loop.iterate(self._function.map(texts, concurrency=concurrency, **options))
 
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from itertools import islice
 from typing import Any, Self
 from urllib.parse import quote
 
 from nearline.client.admin import AsyncAdmin
 from nearline.client.config import client_config
+from nearline.client.in_order import in_order
 from nearline.client.transport import Transport, error_of
 from nearline.client.types import Output, invocation, output_of
 from nearline.protocol.errors import Cancelled, InvalidRequest, NearlineError, StartTimeout
@@ -79,29 +78,15 @@ class AsyncFunction:
         job = await self._transport.json("POST", self._path, invocation(text, options), headers)
         return AsyncCall(self._transport, job["id"])
 
-    async def map(self, texts: Iterable[str], *, concurrency: int = 32, **options: Any) -> AsyncIterator[Output]:
-        """Invoke for each text, at most `concurrency` at once; yield the outputs in the order of the texts.
+    def map(self, texts: Iterable[str], *, concurrency: int = 32, **options: Any) -> AsyncIterator[Output]:
+        """Invoke for each text, `concurrency` at once; yield the outputs in the order of the texts.
 
-        Texts are taken as they are needed, never more than `concurrency` ahead of the outputs: they may have no end.
+        Texts are taken as they are needed, so they may have no end: what runs, and what has ended behind a slow answer
+        or before it was asked for, is never more than 16 × `concurrency`.
         """
         if concurrency < 1:
             raise InvalidRequest(f"concurrency is {concurrency}; it must be at least 1", param="concurrency")
-        coming = iter(texts)
-
-        def start(num_texts: int) -> list[asyncio.Task[Output]]:
-            return [asyncio.create_task(self.remote(text, **options)) for text in islice(coming, num_texts)]
-
-        running = deque(start(concurrency))
-        try:
-            while running:
-                output = await running[0]
-                running.popleft()
-                running += start(1)
-                yield output
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        return in_order(lambda text: self.remote(text, **options), texts, concurrency)
 
 
 class AsyncCall:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 
@@ -157,7 +158,7 @@ def test_map_takes_texts_as_it_needs_them(server: Server) -> None:
         outputs = client.function("m").map(numbered(taken), concurrency=4)
         for expected in range(10):
             assert next(outputs).text == str(expected)
-            assert len(taken) <= expected + 1 + 4
+            assert len(taken) <= expected + 1 + 16 * 4
         outputs.close()  # type: ignore[attr-defined]
         assert client.function("m").remote("after").text == "after"
 
@@ -179,8 +180,113 @@ async def test_so_does_its_asynchronous_twin_and_keeps_as_many_running(server: S
         outputs = client.function("m").map(numbered(taken), concurrency=3)
         found = [(await anext(outputs)).text for _ in range(7)]
         assert found == [str(number) for number in range(7)]
-        assert len(taken) <= 7 + 3
+        assert len(taken) <= 7 + 16 * 3
         await outputs.aclose()  # type: ignore[attr-defined]
+
+
+class SlowHead:
+    """Answers what it is told at once, but the first text only when it is let go."""
+
+    def __init__(self, refusal_of_second: str = "") -> None:
+        self.num_come, self.go, self._refusal = 0, threading.Event(), refusal_of_second
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.num_come += 1
+        if self._refusal and b'"1"' in await request.read():
+            return refusal(400, self._refusal)
+        if b'"0"' in await request.read():
+            while not self.go.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return await said(request)
+
+
+def test_map_goes_on_behind_a_slow_answer_to_the_end_of_its_window(server: Server) -> None:
+    server.handler = head = SlowHead()
+    taken: list[int] = []
+
+    def let_go_when_the_window_is_full() -> None:
+        while head.num_come < 16 * 4:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        seen.append((head.num_come, len(taken)))
+        head.go.set()
+
+    seen: list[tuple[int, int]] = []
+    watch = threading.Thread(target=let_go_when_the_window_is_full, daemon=True)
+    with Client(server.url) as client:
+        outputs = client.function("m").map(numbered(taken), concurrency=4)
+        watch.start()
+        assert [next(outputs).text for _ in range(100)] == [str(number) for number in range(100)]
+        outputs.close()  # type: ignore[attr-defined]
+    assert seen == [(16 * 4, 16 * 4)]
+
+
+@pytest.mark.parametrize("num_ended", [0, 1, 10])
+async def test_map_keeps_all_its_places_filled_behind_a_slow_answer(server: Server, num_ended: int) -> None:
+    """Behind the first text some end, then all that are asked stay: as many as may are there together."""
+    running: set[str] = set()
+
+    async def stay(request: web.Request) -> web.Response:
+        text = json.loads(await request.read())["messages"][0]["content"]
+        if 0 < int(text) <= num_ended:
+            return await said(request)
+        running.add(text)
+        return await asyncio.Future()
+
+    server.handler = stay
+    taken: list[int] = []
+    async with AsyncClient(server.url) as client:
+        first = asyncio.ensure_future(anext(client.function("m").map(numbered(taken), concurrency=4)))
+        async with asyncio.timeout(30):
+            while len(running) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert running == {"0", *(str(num_ended + more) for more in range(1, 4))}
+        assert len(taken) == num_ended + 4
+        first.cancel()
+
+
+async def test_map_goes_on_while_its_outputs_are_used(server: Server) -> None:
+    server.handler = said
+    taken: list[int] = []
+    async with AsyncClient(server.url) as client:
+        outputs = client.function("m").map(numbered(taken), concurrency=2)
+        assert (await anext(outputs)).text == "0"
+        async with asyncio.timeout(30):
+            while len(server.seen) < 1 + 16 * 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert len(taken) == 1 + 16 * 2
+        await outputs.aclose()  # type: ignore[attr-defined]
+
+
+async def test_what_fails_in_a_map_is_raised_in_its_place_and_nothing_is_started_after_it(server: Server) -> None:
+    server.handler = head = SlowHead("invalid_request")
+    taken: list[int] = []
+    async with AsyncClient(server.url) as client:
+        outputs = client.function("m").map(numbered(taken), concurrency=2)
+        first = asyncio.ensure_future(anext(outputs))
+        async with asyncio.timeout(30):
+            while head.num_come < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        head.go.set()
+        assert (await first).text == "0"
+        with pytest.raises(NearlineError, match="why"):
+            await anext(outputs)
+        assert taken == [0, 1]
+
+        server.handler = said
+
+        def broken() -> Iterator[str]:
+            yield "0"
+            yield "1"
+            raise OSError("the file ends here")
+
+        outputs = client.function("m").map(broken(), concurrency=2)
+        assert [(await anext(outputs)).text for _ in range(2)] == ["0", "1"]
+        with pytest.raises(OSError, match="ends here"):
+            await anext(outputs)
 
 
 def test_map_of_nothing_is_nothing_and_of_nobody_is_refused(server: Server) -> None:

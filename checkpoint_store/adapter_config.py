@@ -31,52 +31,48 @@ _REFUSED = {
     "monteclora_config": "Monte-Carlo LoRA (monteclora_config)",
     "ensure_weight_tying": "tied changes of embedding and head (ensure_weight_tying)",
 }
+_IGNORED = (
+    "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "runtime_config",
+)  # fmt: skip
+"""Fields that say how it was trained or where it lies, and change nothing of what it computes, whatever they hold."""
 _SERVED_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Initialisations that leave the base's weights as they are; after the others the adapter means something else."""
+"""Initialisations that leave the base's weights as they are."""
+_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""How the names of those begin that change the base's weights: the adapter is for a base that nobody has."""
+_PEFT_R, _PEFT_ALPHA = 8, 8.0
 _MAX_SHOWN = 100
 
 _Names = list[str] | str
 _Rank = Annotated[int, Field(ge=1)]
 _Alpha = Annotated[float, Field(allow_inf_nan=False)]
 _A_LIST_OR_PATTERN = "a list of names, or a pattern as text"
-_AN_OBJECT, _A_TEXT, _A_SWITCH = "an object", "a text", "true or false"
+_A_SWITCH = "true or false"
 
 
 class _Config(BaseModel):
-    """The fields of an adapter_config.json that are known here, by the JSON types that peft saves; null: not set."""
+    """The fields of an adapter_config.json that mean something here, by the JSON types that peft saves; null: not set.
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    Where one is missing peft's default counts. What it takes for target_modules depends on its version and the model's
+    type, so they must be there."""
 
-    r: int = Field(ge=1, description="a whole number, for a rank is at least 1,")
-    lora_alpha: float = Field(allow_inf_nan=False, description="a finite number")
-    target_modules: _Names = Field(description=_A_LIST_OR_PATTERN)
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    r: int = Field(_PEFT_R, ge=1, description="a whole number of at least 1")
+    lora_alpha: float = Field(_PEFT_ALPHA, allow_inf_nan=False, description="a finite number")
+    target_modules: _Names = Field(description=f"{_A_LIST_OR_PATTERN}: name the modules that were trained")
     exclude_modules: _Names | None = Field(None, description=_A_LIST_OR_PATTERN)
     modules_to_save: list[str] | None = Field(None, description="a list of names")
-    layers_to_transform: list[int] | int | None = Field(None, description="a layer's number, or a list of them,")
+    layers_to_transform: list[int] | int | None = Field(None, description="the number of a layer, or a list of them")
     layers_pattern: _Names | None = Field(None, description=_A_LIST_OR_PATTERN)
     rank_pattern: dict[str, _Rank] | None = Field(None, description="an object of patterns and ranks of at least 1")
     alpha_pattern: dict[str, _Alpha] | None = Field(None, description="an object of patterns and finite numbers")
-    init_lora_weights: bool | str | None = Field(None, description="true, false or a name")
+    init_lora_weights: bool | str | None = Field(None, description=f"true, false or one of {', '.join(_SERVED_INITS)}")
     use_rslora: bool | None = Field(None, description=_A_SWITCH)
     use_dora: bool | None = Field(None, description=_A_SWITCH)
     fan_in_fan_out: bool | None = Field(None, description=_A_SWITCH)
-    inference_mode: bool | None = Field(None, description=_A_SWITCH)
     bias: Literal["none", "all", "lora_only"] | None = Field(None, description="none, all or lora_only")
-    lora_dropout: float | None = Field(None, description="a number")
-    task_type: str | None = Field(None, description=_A_TEXT)
-    peft_type: str | None = Field(None, description=_A_TEXT)
-    peft_version: str | None = Field(None, description=_A_TEXT)
-    base_model_name_or_path: str | None = Field(None, description=_A_TEXT)
-    revision: str | None = Field(None, description=_A_TEXT)
-    megatron_core: str | None = Field(None, description=_A_TEXT)
-    auto_mapping: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    megatron_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    loftq_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    eva_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    corda_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    lora_ga_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    runtime_config: dict[str, Any] | None = Field(None, description=_AN_OBJECT)
-    qalora_group_size: int | None = Field(None, description="a whole number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +99,7 @@ class LoraSettings:
 def read_settings(config: Mapping[str, Any], reporter: Reporter) -> LoraSettings:
     """Read a config. Raises UnsupportedCheckpoint naming the first field whose value is not served, or cannot be."""
     if config.get("peft_type") != "LORA":
-        raise UnsupportedCheckpoint(
-            f"adapters of type {_shown(config.get('peft_type'))} (peft_type) are not served; only LORA is"
-        )
+        raise UnsupportedCheckpoint(f"{_said('peft_type', config)}; only adapters of type LORA are served")
     for field, feature in _REFUSED.items():
         if config.get(field):
             raise UnsupportedCheckpoint(f"the adapter uses {feature}, which is not served; train it without")
@@ -114,7 +108,7 @@ def read_settings(config: Mapping[str, Any], reporter: Reporter) -> LoraSettings
     except ValidationError as error:
         raise _complaint(str(error.errors()[0]["loc"][0]), config) from None
     _check(found, config)
-    known = {*_Config.model_fields, *_REFUSED}
+    known = {*_Config.model_fields, *_REFUSED, *_IGNORED, "peft_type"}
     unknown = sorted(name for name, value in config.items() if value and name not in known)
     if unknown:
         reporter.warn(f"settings of adapter_config.json that are not known here were ignored: {', '.join(unknown)}")
@@ -137,14 +131,16 @@ def read_settings(config: Mapping[str, Any], reporter: Reporter) -> LoraSettings
 
 
 def _complaint(field: str, config: Mapping[str, Any]) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(f"{_said(field, config)}; expected {_Config.model_fields[field].description}")
+
+
+def _said(field: str, config: Mapping[str, Any]) -> str:
     found = f"is {_shown(config[field])}" if field in config else "is missing"
-    return UnsupportedCheckpoint(
-        f"adapter_config.json: {field} {found}; {_Config.model_fields[field].description} is expected"
-    )
+    return f"adapter_config.json: {field} {found}"
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) or value is None else json.dumps(value)
+    text = repr(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
@@ -157,11 +153,13 @@ def _check(found: _Config, config: Mapping[str, Any]) -> None:
             f"{' and '.join(TABLES)} may be replaced whole"
         )
     init = found.init_lora_weights
-    if isinstance(init, str) and init.lower() not in _SERVED_INITS:
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         raise UnsupportedCheckpoint(
-            f"the adapter was initialised by {init.lower()[:_MAX_SHOWN]}, which also changes the base or is not known "
+            f"the adapter was initialised by {init.lower()[:_MAX_SHOWN]}, which also changes the base "
             "(init_lora_weights); save it again with path_initial_model_for_weight_conversion to get plain LoRA"
         )
+    if isinstance(init, str) and init.lower() not in _SERVED_INITS:
+        raise _complaint("init_lora_weights", config)
     for field, patterns in (
         ("rank_pattern", [rf"(.*\.)?({one})$" for one in found.rank_pattern or ()]),
         ("alpha_pattern", [rf"(.*\.)?({one})$" for one in found.alpha_pattern or ()]),
@@ -170,14 +168,10 @@ def _check(found: _Config, config: Mapping[str, Any]) -> None:
         ("layers_pattern", [rf"(?:^|.*?\.){one}\.(?P<layer>\d+)\." for one in _listed(found.layers_pattern)]),
     ):
         if not all(map(_compiles, patterns)):
-            raise UnsupportedCheckpoint(
-                f"adapter_config.json: {field} is {_shown(config[field])}; what is no regular expression is in it"
-            )
+            raise UnsupportedCheckpoint(f"{_said(field, config)}; it holds an invalid regular expression")
     for field in ("layers_to_transform", "layers_pattern"):
         if isinstance(found.target_modules, str) and config.get(field) is not None:
-            raise UnsupportedCheckpoint(
-                f"adapter_config.json: {field} is {_shown(config[field])}, which needs target_modules to be a list"
-            )
+            raise UnsupportedCheckpoint(f"{_said(field, config)}, which needs target_modules to be a list")
     if found.layers_pattern and found.layers_to_transform is None:
         raise UnsupportedCheckpoint("adapter_config.json: layers_pattern is set, but not layers_to_transform")
 

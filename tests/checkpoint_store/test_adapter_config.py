@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import AutoModelForCausalLM
 
 from nearline.checkpoint_store.adapter_config import read_settings
@@ -65,27 +66,31 @@ PYTHON_WORDS = re.compile(r"Error\b|Traceback|object is not|has no attribute|uns
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "initialised by pissa_niter_4, which also changes the base"),
-        ({"peft_type": "IA3"}, "adapters of type 'IA3'"),
-        ({"peft_type": None}, "adapters of type None"),
-        ({"r": 0}, "a rank is at least 1"),
-        ({"r": "four"}, "r is 'four'; a whole number, for a rank is at least 1, is expected"),
-        ({"r": True}, "r is true; a whole number"),
-        ({"lora_alpha": None}, "lora_alpha is None; a finite number is expected"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is NaN; a finite number is expected"),
-        ({"rank_pattern": {"(": 4}}, 'rank_pattern is {"(": 4}; what is no regular expression'),
-        ({"rank_pattern": {"q_proj": 0}}, "ranks of at least 1 is expected"),
-        ({"alpha_pattern": [3]}, "alpha_pattern is [3]; an object of patterns and finite numbers is expected"),
-        ({"target_modules": 5}, "target_modules is 5; a list of names, or a pattern as text is expected"),
-        ({"target_modules": None}, "target_modules is None; a list"),
-        ({"target_modules": "(q_proj"}, "target_modules is '(q_proj'; what is no regular expression"),
-        ({"layers_to_transform": "x"}, "layers_to_transform is 'x'; a layer's number, or a list of them, is expected"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only adapters of type LORA are served"),
+        ({"peft_type": None}, "peft_type is null; only"),
+        ({"r": 0}, "r is 0; expected a whole number of at least 1"),
+        ({"r": 8.0}, "r is 8.0; expected a whole number of at least 1"),
+        ({"r": "four"}, "r is 'four'; expected a whole number of at least 1"),
+        ({"r": True}, "r is true; expected a whole number"),
+        ({"lora_alpha": None}, "lora_alpha is null; expected a finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is NaN; expected a finite number"),
+        ({"rank_pattern": {"(": 4}}, 'rank_pattern is {"(": 4}; it holds an invalid regular expression'),
+        ({"rank_pattern": {"q_proj": 0}}, "expected an object of patterns and ranks of at least 1"),
+        ({"alpha_pattern": [3]}, "alpha_pattern is [3]; expected an object of patterns and finite numbers"),
+        ({"target_modules": 5}, "target_modules is 5; expected a list of names, or a pattern as text"),
+        ({"target_modules": None}, "target_modules is null; expected a list"),
+        ({"target_modules": "(q_proj"}, "target_modules is '(q_proj'; it holds an invalid regular expression"),
+        ({"layers_to_transform": "x"}, "layers_to_transform is 'x'; expected the number of a layer, or a list of them"),
         ({"layers_pattern": "layers"}, "layers_pattern is set, but not layers_to_transform"),
         ({"target_modules": "all-linear", "layers_to_transform": 1}, "layers_to_transform is 1, which needs"),
-        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; a list of names is expected"),
-        ({"init_lora_weights": "brand_new"}, "initialised by brand_new, which also changes the base or is not known"),
-        ({"use_rslora": "yes"}, "use_rslora is 'yes'; true or false is expected"),
-        ({"bias": "some"}, "bias is 'some'; none, all or lora_only is expected"),
-        ({"base_model_name_or_path": 7}, "base_model_name_or_path is 7; a text is expected"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; expected a list of names"),
+        (
+            {"init_lora_weights": "brand_new"},
+            "init_lora_weights is 'brand_new'; expected true, false or one of gaussian",
+        ),
+        ({"init_lora_weights": "true"}, "init_lora_weights is 'true'; expected true, false or one of"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes'; expected true or false"),
+        ({"bias": "some"}, "bias is 'some'; expected none, all or lora_only"),
     ],
 )
 def test_a_feature_that_is_not_served_and_a_value_that_cannot_be_meant_are_named(
@@ -96,11 +101,30 @@ def test_a_feature_that_is_not_served_and_a_value_that_cannot_be_meant_are_named
     assert words in caught.value.message
 
 
-def test_a_field_that_must_be_there_is_said_to_be_missing() -> None:
-    for field in ("r", "lora_alpha", "target_modules"):
+def test_target_modules_and_the_type_must_be_there() -> None:
+    for field, expected in (
+        ("target_modules", "expected a list of names"),
+        ("peft_type", "only adapters of type LORA"),
+    ):
         config = {name: value for name, value in PLAIN.items() if name != field}
-        with pytest.raises(UnsupportedCheckpoint, match=f"adapter_config.json: {field} is missing; a .* is expected"):
+        with pytest.raises(UnsupportedCheckpoint, match=f"adapter_config.json: {field} is missing; {expected}"):
             read_settings(config, Reporter(warn=lambda _: None))
+
+
+def test_a_missing_rank_or_alpha_is_what_peft_takes_for_it() -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    for field in ("r", "lora_alpha"):
+        config = {name: value for name, value in PLAIN.items() if name != field}
+        ours, theirs = read_settings(config, Reporter()), LoraConfig.from_peft_type(**config)
+        assert (ours.rank(name), ours.scaling(name)) == (theirs.r, theirs.lora_alpha / theirs.r)
+
+
+@pytest.mark.parametrize("field", NO_MEANING)
+def test_a_field_that_says_nothing_about_what_the_adapter_computes_refuses_and_warns_of_nothing(field: str) -> None:
+    warnings: list[str] = []
+    for value in (7, "x", {"x": [1]}, [None], True):
+        read_settings(PLAIN | {field: value}, Reporter(warn=warnings.append))
+    assert warnings == []
 
 
 class Wild:
@@ -175,6 +199,7 @@ def test_any_value_of_a_field_gives_what_peft_gives_or_a_refusal_that_names_the_
     ours, refusal = outcome(wild.ours)
     if ours is None:
         assert field in refusal
+        assert field not in NO_MEANING
         assert not PYTHON_WORDS.search(refusal)
         return
     if value is None or field in NO_MEANING:
@@ -184,6 +209,15 @@ def test_any_value_of_a_field_gives_what_peft_gives_or_a_refusal_that_names_the_
     assert ours.keys() == theirs.keys()
     for name, delta in ours.items():
         torch.testing.assert_close(delta, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def peft_has(config: dict[str, Any], name: str) -> bool:
+    """Whether peft would change the module of this name, if it is linear and no head where all are meant."""
+    fields = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
+    theirs = LoraConfig(**{field: config[field] for field in fields if field in config})
+    if str(theirs.target_modules).lower() == "all-linear":
+        theirs.target_modules = {"q_proj", "up_proj"}
+    return bool(check_target_module_exists(theirs, name))
 
 
 @settings(max_examples=600, deadline=None)
@@ -198,4 +232,5 @@ def test_no_config_raises_anything_but_a_refusal_that_names_a_field(changes: dic
         assert any(name in refusal for name in MEANING + NO_MEANING + REFUSED)
     else:
         assert math.isfinite(found.scaling("model.layers.0.self_attn.q_proj"))
-        assert found.targets.has("model.layers.0.self_attn.q_proj") in (True, False)
+        for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj", "lm_head"):
+            assert found.targets.has(name) == peft_has(config, name), name

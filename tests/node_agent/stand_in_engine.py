@@ -1,8 +1,9 @@
 """An engine process without tensors, for faults a real one should not have. Speaks the real frames.
 
 Counts instead of thinking: token i of a sequence is its position. The model's name says what goes wrong:
-dies-at-bind, dies-slowly (its socket closed), babbles (and stays), fails-to-bind, never-binds, never-unbinds (and ignores SIGTERM),
-dies-at-submit, rots-at-submit (its bytes do), bad-adapter, lets-go (of its frames, as where a device has memory).
+dies-at-bind, dies-slowly (its socket closed), babbles (and stays), fails-to-bind, never-binds,
+never-unbinds (and ignores SIGTERM), dies-at-submit, rots-at-submit (its bytes do), bad-adapter,
+lets-go (of its frames, as where a device has memory).
 """
 
 import argparse

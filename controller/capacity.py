@@ -153,9 +153,7 @@ class CapacityDesk:
         need = self._need(model)
         found = self._choices.place(self._fleet.nodes.values(), need, now, self._config, may_stop, claimed)
         if isinstance(found, NoPlace):
-            self._no_place(model, found, now)
-            if model.num_live < model.spec.min_replicas:
-                model.wait_reason = self._copies.bring(model, need, found, now)
+            self._no_place(model, need, found, now)
             return False
         model.unplaceable_since = None
         soon = self._soon(model, need, found, now)
@@ -180,7 +178,7 @@ class CapacityDesk:
         """How long a victim's sequences may go on: not at all if they are all of looser classes than who waits, and
         were not interrupted too often. They keep their tokens and wait for another place."""
         strictness = min((rank(key.slo_class) for key in model.queue.busy_groups), default=0)
-        limit = self._config.max_evictions
+        limit = self._config.max_preemptions
         running = instance.in_flight.values()
         can_yield = all(rank(r.info.slo.slo_class) > strictness and r.num_losses < limit for r in running)
         return 0.0 if running and can_yield else self._config.swap_drain_s
@@ -234,9 +232,12 @@ class CapacityDesk:
         model.preloading_on = node.node_id
         self._agenda.do(Preload(node.node_id, model.digest, f"{model.spec.model_id} starts there: {found.reason}"))
 
-    def _no_place(self, model: ModelRecord, found: NoPlace, now: Seconds) -> None:
+    def _no_place(self, model: ModelRecord, need: Need, found: NoPlace, now: Seconds) -> None:
+        """Have a place made, if one can be; else refuse who waits. While bytes come `start_timeout` bounds the wait."""
         model.wait_reason = found.reason
-        if not found.is_hopeless:
+        if model.num_live < model.spec.min_replicas:
+            model.wait_reason = self._copies.bring(model, need, found, now)
+        if not found.is_hopeless or self._copies.is_coming(model.digest, now):
             model.unplaceable_since = None
             return
         if model.unplaceable_since is None:

@@ -75,9 +75,9 @@ class CoreConfig:
     """A request is told to come back when it would wait longer than this times its class's target. > 0."""
     solver_limit_s: Seconds = 0.0
     """Time in which a solver beside the core may look for a better plan; 0: none is asked. >= 0."""
-    max_evictions: int = 3
+    max_preemptions: int = 3
     """Times one answer may be interrupted by requests of stricter classes; 0: never. >= 0."""
-    max_evicted_target_s: Seconds = 120.0
+    max_preempted_target_s: Seconds = 120.0
     """An interrupted answer goes on once it has waited `max_wait_fraction` of its target, or of this if less. > 0."""
     max_moves: int = 3
     """Times one request may move from one instance to another of its model; 0: never. >= 0."""

@@ -34,6 +34,7 @@ class CopyDesk:
         self._agenda = agenda
         self._under_way: dict[Digest, NodeId] = {}
         self._failures: dict[Digest, _Failure] = {}
+        self._arrived: dict[Digest, NodeId] = {}
 
     def bring(self, model: ModelRecord, need: Need, found: NoPlace, now: Seconds) -> str:
         """Have the bytes copied to a node that has a place for a replica. Returns what the replica waits for."""
@@ -50,16 +51,29 @@ class CopyDesk:
         self._agenda.do(CopyCheckpoint(model.spec.checkpoint, node_id, reason))
         return f"its bytes are being copied to {node_id}"
 
+    def is_coming(self, digest: Digest, now: Seconds) -> bool:
+        """Whether bytes are on their way, or will be tried again after a pause."""
+        failure = self._failures.get(digest)
+        return digest in self._under_way or (failure is not None and failure.retry_at > now)
+
     def arrived(self, node_id: NodeId, digest: Digest) -> None:
         """Take note of an import that ended on a node, be it a copy or not."""
         if self._under_way.get(digest) == node_id:
             del self._under_way[digest]
+            self._arrived[digest] = node_id
+
+    def started(self, node_id: NodeId, digest: Digest) -> None:
+        """Forget what failed once a replica has its bytes where they were copied to: only then were they the right
+        ones."""
+        if self._arrived.get(digest) == node_id:
+            del self._arrived[digest]
             self._failures.pop(digest, None)
 
     def failed(self, event: CopyFailed, now: Seconds) -> None:
         """Back off, then look for a node again. What arrived may fail, too: it turns out to be something else."""
         if self._under_way.get(event.digest) == event.node_id:
             del self._under_way[event.digest]
+        self._arrived.pop(event.digest, None)
         before = self._failures.get(event.digest)
         num = 1 if before is None else before.num + 1
         reason = f"copying its bytes to {event.node_id} failed: {event.error.message}"

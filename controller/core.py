@@ -70,7 +70,7 @@ class ControllerCore:
         """How often the core did what callers do not see: plans made, bettered by a solver, answered too late by it;
         answers that gave way, requests that moved, and those of them that migrated with tokens."""
         moves = self._places.moves
-        made = {"evicted": self._places.num_evicted, "moved": moves.num_moved, "migrated": moves.num_migrated}
+        made = {"preempted": self._places.num_preempted, "moved": moves.num_moved, "migrated": moves.num_migrated}
         return {**self._capacity.plans(), **made}
 
     def check(self) -> None:
@@ -91,6 +91,8 @@ class ControllerCore:
                 self._requests.sequence_ended(event, now)
             case InstanceChanged(node_id, status):
                 self._machines.instance_changed(node_id, status, now)
+                if status.timings is not None:
+                    self._copies.started(node_id, status.digest)
             case NodeReported(report):
                 self._machines.reported(report, now)
             case NodeJoined(report):

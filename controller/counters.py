@@ -12,7 +12,7 @@ class Counters:
     num_events: int = 0
     num_dispatches: int = 0
     num_redispatches: int = 0
-    num_evictions: int = 0
+    num_preemptions: int = 0
     num_rejects: int = 0
     num_starts: int = 0
     num_stops: int = 0

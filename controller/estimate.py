@@ -70,7 +70,7 @@ def generated_tokens(request: RunningView, token_s: Seconds, now: Seconds) -> fl
     """
     if not request.has_token:
         return request.num_kept
-    until = now if request.evicted_at is None else request.evicted_at
+    until = now if request.preempted_at is None else request.preempted_at
     here = max(1.0, (until - request.dispatched_at) / token_s) if token_s > 0.0 else 1.0
     return min(request.num_kept + here, float(request.info.max_tokens))
 

@@ -48,7 +48,7 @@ class Metrics:
         promise = [*model, "slo_class", "tenant", "outcome"]
         self.promises = self._gauge("nearline_slo_requests", "Requests by what became of their promise.", promise)
         self.coverage = self._gauge("nearline_wait_coverage", "Waits within their quantile.", [*model, "quantile"])
-        about = "What the core did unseen: plans made, bettered, late; answers evicted; requests moved."
+        about = "What the core did unseen: plans made, bettered, late; answers preempted; requests moved."
         self.decisions = self._gauge("nearline_decisions", about, ["kind"])
         self._models: dict[ModelId, ModelMetrics] = {}
 

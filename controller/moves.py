@@ -49,15 +49,15 @@ class MoveDesk:
         for instance in model.instances.values():  # most models have no place free, or nobody who waits inside
             load = dispatch.load_of(instance)
             is_free = is_free or (load < instance.max_running and instance.is_usable)
-            is_held = is_held or load > instance.max_running or bool(instance.num_evicted)
+            is_held = is_held or load > instance.max_running or bool(instance.num_preempted)
         if not (is_free and is_held):
             return None
         instances = list(model.instances.values())
         found, costs = balance.move(instances, now, self._config), self._costs(model)
         if found is not None or costs is None:
             return found
-        evicted = migration.go_on(instances, costs, now, self._config)
-        return evicted or migration.make_room(instances, costs, now, self._config)
+        preempted = migration.go_on(instances, costs, now, self._config)
+        return preempted or migration.make_room(instances, costs, now, self._config)
 
     def _carry_out(self, found: balance.Move, now: Seconds) -> None:
         request = self._fleet.requests[found.request.info.request_id]

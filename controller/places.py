@@ -1,15 +1,15 @@
 """Who gets the places of a model's instances: sent, moved, told to give way, and taken back. Pure.
 
 A request that waits here is sent where a place is free. When none is and it would be late, an answer of a looser class
-gives way inside its instance and goes on later (policy/eviction.py). Who waits inside one instance while another has a
-place free moves, or whoever can makes room for it (moves.py).
+gives way inside its instance and goes on later (policy/preemption.py). Who waits inside one instance while another has
+a place free moves, or whoever can makes room for it (moves.py).
 """
 
 from nearline.controller.actions import Dispatch, YieldPlace
 from nearline.controller.agenda import Agenda
 from nearline.controller.config import CoreConfig
 from nearline.controller.moves import MoveDesk
-from nearline.controller.policy import dispatch, eviction
+from nearline.controller.policy import dispatch, preemption
 from nearline.controller.policy.agreement import rank
 from nearline.controller.queues import RequestRecord
 from nearline.controller.requests import RequestDesk
@@ -28,7 +28,7 @@ class PlaceDesk:
         self._agenda = agenda
         self._requests = requests
         self.moves = MoveDesk(fleet, config, agenda, requests)
-        self.num_evicted = 0
+        self.num_preempted = 0
 
     def fill(self, model: ModelRecord, now: Seconds) -> None:
         """Send waiting requests to instances with places left, the one that is due first in front."""
@@ -50,7 +50,7 @@ class PlaceDesk:
     def _lead_s(self, model: ModelRecord) -> Seconds:
         """How long before its due date a request must be sent as the next one, to be in time nearly always."""
         wait = model.waits.estimate({}, model.num_running, model.num_places)
-        return 0.0 if wait is None else wait.quantile_s(eviction.QUANTILE)
+        return 0.0 if wait is None else wait.quantile_s(preemption.QUANTILE)
 
     def _fill_one(self, model: ModelRecord, instances: list[InstanceRecord], now: Seconds) -> bool:
         for request in model.queue.candidates(now):
@@ -82,27 +82,27 @@ class PlaceDesk:
             needs = strictness, request.info.adapter_digest
             if strictness == _LOOSEST or request.is_late or needs in in_vain:
                 continue
-            if eviction.is_soon(request.target_s, wait):
+            if preemption.is_soon(request.target_s, wait):
                 continue
-            risk_at = eviction.at_risk_at(request.due_at, request.target_s, wait)
+            risk_at = preemption.at_risk_at(request.due_at, request.target_s, wait)
             if now < risk_at:
                 look_at = min(look_at, risk_at)
                 continue
-            chosen = eviction.victim(model.instances.values(), request, model.service_s, now, self._config)
+            chosen = preemption.victim(model.instances.values(), request, model.service_s, now, self._config)
             if chosen is None:
                 in_vain[needs] = None
                 continue
-            self._evict(self._fleet.requests[chosen.info.request_id], request, now)
+            self._preempt(self._fleet.requests[chosen.info.request_id], request, now)
         if look_at < float("inf"):
             self._agenda.timers.set(("places", model.name), look_at)
 
-    def _evict(self, chosen: RequestRecord, urgent: RequestRecord, now: Seconds) -> None:
+    def _preempt(self, chosen: RequestRecord, urgent: RequestRecord, now: Seconds) -> None:
         assert chosen.instance_id is not None, "only what runs can give way"
         instance = self._fleet.instances[chosen.instance_id]
-        self.num_evicted += 1
-        chosen.evicted_at = now
-        chosen.num_evictions += 1
-        instance.num_evicted += 1
+        self.num_preempted += 1
+        chosen.preempted_at = now
+        chosen.num_preemptions += 1
+        instance.num_preempted += 1
         slo_class = urgent.info.slo.slo_class.value
         reason = f"{urgent.info.request_id} ({slo_class}) is due in {urgent.due_at - now:.1f} s"
         ids = (chosen.info.request_id, instance.instance_id, instance.node.node_id)
@@ -110,19 +110,19 @@ class PlaceDesk:
         self._send(urgent, instance, f"{chosen.info.request_id} gives it its place", now)
 
     def _take_back(self, model: ModelRecord, now: Seconds) -> None:
-        """Count evicted answers again that go on: a place is free, and nobody stricter waits for it or they waited
+        """Count preempted answers again that go on: a place is free, and nobody stricter waits for it or they waited
         their time. Their engine does the same by itself."""
         for instance in model.instances.values():
-            if not instance.num_evicted:
+            if not instance.num_preempted:
                 continue
-            evicted = [r for r in instance.in_flight.values() if r.evicted_at is not None]
-            for request in sorted(evicted, key=lambda r: (rank(r.info.slo.slo_class), r.evicted_at, r.order)):
+            preempted = [r for r in instance.in_flight.values() if r.preempted_at is not None]
+            for request in sorted(preempted, key=lambda r: (rank(r.info.slo.slo_class), r.preempted_at, r.order)):
                 if dispatch.load_of(instance) >= instance.max_running:
                     break
-                if self._has_stricter(model, request) and not eviction.is_overdue(request, now, self._config):
+                if self._has_stricter(model, request) and not preemption.is_overdue(request, now, self._config):
                     break
-                request.evicted_at = None
-                instance.num_evicted -= 1
+                request.preempted_at = None
+                instance.num_preempted -= 1
 
     def _has_stricter(self, model: ModelRecord, request: RequestRecord) -> bool:
         strictness = rank(request.info.slo.slo_class)

@@ -42,7 +42,7 @@ class RequestRecord:
     `predicted_tokens` and `length_bucket` stay as they were at its arrival, and so does `group_key` unless it becomes
     late: it waited until its first token could not be in time any more. `charged_tokens` are the output tokens its
     tenant was charged for (None: it never ran); `raw_wait` is what was expected at its arrival,
-    before calibration. `evicted_at`: it gave its place in its instance to another then, and will go on there.
+    before calibration. `preempted_at`: it gave its place in its instance to another then, and will go on there.
     `is_beside_replica`: the company it had on its device when its answer began (policy/scaling.py).
     `num_kept` estimates the tokens it brought into its present attempt, `held_s` sums the time that earlier ones ran.
     """
@@ -64,8 +64,8 @@ class RequestRecord:
     first_token_at: Seconds | None = None
     raw_wait: Wait | None = None
     known_key: GroupKey | None = None
-    evicted_at: Seconds | None = None
-    num_evictions: int = 0
+    preempted_at: Seconds | None = None
+    num_preemptions: int = 0
     num_moves: int = 0
     moved_at: Seconds | None = None
     num_kept: float = 0.0

@@ -146,7 +146,7 @@ def _reason(core: ControllerCore, request_id: RequestId) -> str:
     if request is None:
         return ""
     model = core.fleet.model_of(request)
-    if request.evicted_at is not None:
+    if request.preempted_at is not None:
         return f"it gave its place on {request.instance_id} to a stricter class"
     if request.instance_id is not None:
         return RUNS

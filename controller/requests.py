@@ -153,13 +153,13 @@ class RequestDesk:
 
     def _note_pace(self, request: RequestRecord, num_tokens: int, now: Seconds) -> None:
         """Learn how fast a model's sequences are beside a busy replica on their device, and without anybody."""
-        if request.first_token_at is None or request.instance_id is None or request.num_evictions:
+        if request.first_token_at is None or request.instance_id is None or request.num_preemptions:
             return
         instance = self._fleet.instances[request.instance_id]
         is_shared = is_beside_replica(instance)
         if is_shared is not None and is_shared == request.is_beside_replica:
             pace_s = (now - request.first_token_at) / (num_tokens - 1)
-            instance.model.sharing.note(pace_s, len(instance.in_flight) - instance.num_evicted, is_shared)
+            instance.model.sharing.note(pace_s, len(instance.in_flight) - instance.num_preempted, is_shared)
 
     def expired(self, request_id: RequestId, now: Seconds) -> None:
         """End a request whose deadline has passed, or that waited too long for an instance."""
@@ -216,7 +216,7 @@ class RequestDesk:
         """Note what an attempt that ends early leaves: about how many tokens, after how long in a place."""
         if request.has_token:
             request.num_kept = generated_tokens(request, self._fleet.model_of(request).waits.token_s or 0.0, now)
-            request.held_s += (now if request.evicted_at is None else request.evicted_at) - request.dispatched_at
+            request.held_s += (now if request.preempted_at is None else request.preempted_at) - request.dispatched_at
 
     def _lost(self, request: RequestRecord, is_crash: bool, cause: ErrorInfo, now: Seconds) -> None:
         self._keep_tokens(request, now)
@@ -271,9 +271,9 @@ class RequestDesk:
         del instance.in_flight[request.info.request_id]
         model.num_running -= 1
         request.instance_id = None
-        if request.evicted_at is not None:
-            request.evicted_at = None
-            instance.num_evicted -= 1
+        if request.preempted_at is not None:
+            request.preempted_at = None
+            instance.num_preempted -= 1
         self._agenda.touch(model)
         if not instance.in_flight:
             instance.idle_since = now

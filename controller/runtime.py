@@ -318,7 +318,7 @@ class Runtime:
             case do.AbortSequence(request_id, instance_id, node_id):
                 self._links.send(node_id, Abort(instance_id, request_id))
             case do.YieldPlace(request_id, instance_id, node_id, reason):
-                self.counters.num_evictions += 1
+                self.counters.num_preemptions += 1
                 log.info("sequence gives way", request=request_id, instance=instance_id, reason=reason)
                 self._links.send(node_id, Yield(instance_id, request_id))
             case do.Reject(request_id, error, reason):

@@ -45,7 +45,7 @@ ModelKey = tuple[ModelId, Digest]
 @dataclass(slots=True, eq=False)
 class InstanceRecord:
     """One instance and what the controller has sent to it. `in_flight` counts against its places until the end, but
-    for the `num_evicted` of them that gave way to others.
+    for the `num_preempted` of them that gave way to others.
 
     `ready_at` is when requests could come, `loaded_at` when all its bytes were there: its start is over then.
     `is_doubtful`: it just failed a sequence by its own fault; its node has not said yet whether it still lives.
@@ -68,7 +68,7 @@ class InstanceRecord:
     max_running: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
-    num_evicted: int = 0
+    num_preempted: int = 0
     in_flight: dict[RequestId, RequestRecord] = field(default_factory=dict)
     adapters: OrderedDict[Digest, None] = field(default_factory=OrderedDict)
     """Those on its device, or awaited there by requests in flight."""
@@ -347,8 +347,8 @@ class Fleet:
             yield "it is miscounted what needs a checkpoint"
         for request in self.requests.values():
             yield from self._request_problems(request)
-            if request.evicted_at is not None and request.instance_id is None:
-                yield f"{request.info.request_id} is evicted from nowhere"
+            if request.preempted_at is not None and request.instance_id is None:
+                yield f"{request.info.request_id} is preempted from nowhere"
         for node in self.nodes.values():
             for device in node.report.devices:
                 if node.is_connected and len(node.on_device(device)) > device.num_slots:
@@ -378,8 +378,8 @@ class Fleet:
         if model.is_retired == (self.current.get(model.spec.model_id) == model.digest):
             yield f"{key} is both current and retired, or neither"
         for instance in model.instances.values():
-            if instance.num_evicted != sum(r.evicted_at is not None for r in instance.in_flight.values()):
-                yield f"{instance.instance_id} miscounts its evicted requests"
+            if instance.num_preempted != sum(r.preempted_at is not None for r in instance.in_flight.values()):
+                yield f"{instance.instance_id} miscounts its preempted requests"
             if (instance.idle_since is not None) and instance.in_flight:
                 yield f"{instance.instance_id} is idle and busy at once"
         for group in queue.groups.values():

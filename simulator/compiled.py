@@ -16,7 +16,7 @@ import nearline.simulator.__main__  # so that all it needs is loaded
 from nearline.simulator.constructors import written_out
 
 DIRECTORY = Path("build/compiled")
-_HANDS = {"config", "futex", "lease", "plot", "ssd", "weights_file"}
+_HANDS = {"config", "futex", "lease", "pipes", "plot", "side_process", "ssd", "weights_file"}
 """Modules that read files, call the system or draw: nothing to gain. Of configs, only the controller's is hot."""
 
 

@@ -63,13 +63,13 @@ class Variant:
 
 
 ALL_AT_ONCE = 100_000
-BASELINE = {"dispatch_headroom": ALL_AT_ONCE, "max_evictions": 0, "residence_factor": 0.0, "max_wait_fraction": 0.0}
+BASELINE = {"dispatch_headroom": ALL_AT_ONCE, "max_preemptions": 0, "residence_factor": 0.0, "max_wait_fraction": 0.0}
 VARIANTS = {
     "FCFS": Variant("fcfs", BASELINE, "balance"),
     "EDF": Variant("edf", {**BASELINE, "dispatch_headroom": 2}, "balance"),
     "ours": Variant("nearline"),
     "without pulling": Variant("nearline", {"dispatch_headroom": ALL_AT_ONCE}),
-    "without eviction": Variant("nearline", {"max_evictions": 0}),
+    "without preemption": Variant("nearline", {"max_preemptions": 0}),
     "without swapping busy models": Variant("nearline", {"max_wait_fraction": 1e6}),
     "without the swap bound": Variant("nearline", {"residence_factor": 0.0}),
     "without balancing": Variant("nearline", {}, "balance"),
@@ -77,7 +77,7 @@ VARIANTS = {
 }
 WHY = """Means of runs with seeds {seeds}; other seeds were used to find the rules. Attainment: part of requests whose
 first token came in time (interactive 20 s, batch-1 60 s, batch-2 3,600 s; a refusal is a miss). Goodput: requests in
-time per second at the highest rate. FCFS and EDF are the published baselines on the same core: no eviction, no swap
+time per second at the highest rate. FCFS and EDF are the published baselines on the same core: no preemption, no swap
 bound, and whoever is first gets a busy model's slot at once; FCFS sends everything to the engine at once, EDF holds it.
 
 Published: attainment +40 to 90 points and +20 to 400 % throughput against vLLM (FCFS), EDF and SHEPHERD, on 10 to 80
@@ -85,7 +85,7 @@ GPUs with swaps of 20 s and more. Ours differ most in B, where the published gai
 from DRAM takes 1.2 s, so orders that thrash lose less, and FCFS without pulling works off whatever is in the engine
 before it swaps. Against EDF most of the gain in A and C is that what is late already lets others be in time
 (controller/policy/lateness.py): by due date alone an overload makes nearly everybody late by a little. Eviction
-hardly acts: places come free every few hundred milliseconds here, and what an evicted answer computes again cost up to
+hardly acts: places come free every few hundred milliseconds here, and what a preempted answer computes again cost up to
 3 points where it was asked for anyway; it is kept for answers that are long against the target, which this traffic does
 not have. Preloading matters where weights are on disk. With one model nothing swaps and nothing is preloaded; balancing
 moves only what waits inside an engine, which pulling keeps short. In B FCFS comes nearest to ours at the highest rate,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nearline.controller.config import CoreConfig
 from nearline.controller.events import RequestInfo
 from nearline.controller.policy.agreement import rank
-from nearline.controller.policy.eviction import is_reserved
+from nearline.controller.policy.preemption import is_reserved
 from nearline.controller.policy.views import InstanceView, RequestView
 from nearline.protocol import InstanceId, Seconds
 
@@ -48,13 +48,13 @@ def choose(roomy: Iterable[InstanceView], request: RequestView, config: CoreConf
 
 
 def load_of(instance: InstanceView) -> int:
-    """Requests that hold or want a place of an instance: those evicted from it wait until one comes free."""
-    return len(instance.in_flight) - instance.num_evicted
+    """Requests that hold or want a place of an instance: those preempted there wait until one comes free."""
+    return len(instance.in_flight) - instance.num_preempted
 
 
 def has_room(instance: InstanceView, now: Seconds, config: CoreConfig) -> bool:
     """Whether an instance may be sent anything: one that tests a suspect is left alone until a token comes, and one
-    whose next place belongs to an answer evicted long ago until that goes on."""
+    whose next place belongs to an answer preempted long ago until that goes on."""
     if not instance.is_usable or load_of(instance) >= instance.max_running + config.dispatch_headroom:
         return False
     if is_reserved(instance, now, config):

@@ -2,7 +2,7 @@
 
 Tokens move, not KV: the controller has them, and recomputing t of them takes about a·t + b (estimate.ResumeCost).
 Requests go where a place is free when they begin, so answers move only where that was not enough:
-1. `go_on`: an answer that was evicted waits in its engine for a place while another instance has one free.
+1. `go_on`: an answer that was preempted waits in its engine for a place while another instance has one free.
 2. `make_room`: somebody waits inside an instance that has no place left, can run nowhere else (its adapter lies on few
    nodes), and an answer beside it can: the answer goes, with its adapter, to a free place of another instance.
 3. `relieve`: an instance was sent more tokens than its memory holds; who waits there without one moves to where the
@@ -58,13 +58,13 @@ class Costs:
 
 
 def go_on(instances: Sequence[InstanceView], costs: Costs, now: Seconds, config: CoreConfig) -> Move | None:
-    """Name an evicted answer that goes on elsewhere sooner than where it is, the one that waits longest first."""
+    """Name a preempted answer that goes on elsewhere sooner than where it is, the one that waits longest first."""
     free = with_place(instances, now, config)
-    held = [(r, i) for i in instances if i.num_evicted for r in i.in_flight.values() if r.evicted_at is not None]
-    for request, source in sorted(held, key=lambda pair: (pair[0].evicted_at or 0.0, pair[0].order)):
+    held = [(r, i) for i in instances if i.num_preempted for r in i.in_flight.values() if r.preempted_at is not None]
+    for request, source in sorted(held, key=lambda pair: (pair[0].preempted_at or 0.0, pair[0].order)):
         if not source.is_acknowledged or load_of(source) < source.max_running or not may_move(request, now, config):
             continue
-        waited_s = now - (request.evicted_at or 0.0)
+        waited_s = now - (request.preempted_at or 0.0)
         if waited_s < costs.resume_s(request, now) or not costs.is_worth(request, now):
             continue
         target = best_place(free, request)
@@ -88,7 +88,7 @@ def make_room(instances: Sequence[InstanceView], costs: Costs, now: Seconds, con
         soon_s = costs.service_s / source.max_running
         found = []
         for request in source.in_flight.values():
-            if not request.has_token or request.evicted_at is not None or not may_move(request, now, config):
+            if not request.has_token or request.preempted_at is not None or not may_move(request, now, config):
                 continue
             cost_s = costs.resume_s(request, now)
             if cost_s < soon_s and costs.is_worth(request, now):

@@ -129,5 +129,5 @@ def test_a_request_has_what_it_brought_and_what_it_had_time_for() -> None:
     request.has_token = True
     assert generated_tokens(request, 0.02, 101.0) == 60.0
     assert generated_tokens(request, 0.02, 109.0) == 80.0, "no more than it may have"
-    request.evicted_at = 100.5
+    request.preempted_at = 100.5
     assert generated_tokens(request, 0.02, 109.0) == 35.0, "none since it gave way"

@@ -51,10 +51,10 @@ def test_what_gave_way_goes_on_by_itself_and_ends_once() -> None:
     w.sleep(11)
     (given,) = w.take(do.YieldPlace)
     request = w.core.fleet.requests[given.request_id]
-    assert (request.attempt, request.evicted_at is not None) == (1, True)
+    assert (request.attempt, request.preempted_at is not None) == (1, True)
     w.token("urgent")
     w.finish("urgent")
-    assert request.evicted_at is None, "the place is its own again"
+    assert request.preempted_at is None, "the place is its own again"
     w.arrive("next", slo=BATCH)
     assert "next" not in w.running(), "and is not given away twice"
     w.finish(given.request_id)
@@ -105,7 +105,7 @@ def test_another_tenants_request_stops_nobody_though_it_is_the_next_and(
     assert "x" not in w.running()
 
 
-def test_without_a_first_token_or_with_evictions_off_nobody_gives_way() -> None:
+def test_without_a_first_token_or_with_preemption_off_nobody_gives_way() -> None:
     w = world("a", config=CONFIG)
     for n in range(MAX_RUNNING):
         w.arrive(f"b{n}", slo=BATCH)
@@ -113,7 +113,7 @@ def test_without_a_first_token_or_with_evictions_off_nobody_gives_way() -> None:
     w.arrive("urgent", slo=NOW)
     w.sleep(15)
     assert w.take(do.YieldPlace) == []
-    off = full_of(BATCH, CoreConfig(dispatch_headroom=0, max_evictions=0))
+    off = full_of(BATCH, CoreConfig(dispatch_headroom=0, max_preemptions=0))
     off.arrive("urgent", slo=NOW)
     off.sleep(15)
     assert off.take(do.YieldPlace) == []
@@ -142,9 +142,9 @@ def test_nobody_gives_way_where_places_come_free_soon_enough_by_themselves() -> 
 
 
 def flood(config: CoreConfig) -> float:
-    """Urgent requests for 200 s, always more than there are places; return how long an evicted answer waited."""
+    """Urgent requests for 200 s, always more than there are places; return how long a preempted answer waited."""
     w = full_of(HOUR, config)
-    evicted_at: dict[RequestId, float] = {}
+    preempted_at: dict[RequestId, float] = {}
     longest_s, serial = 0.0, 0
     for tick in range(400):
         if sum(name.startswith("u") for name in w.open) < 12:
@@ -152,24 +152,24 @@ def flood(config: CoreConfig) -> float:
             w.arrive(f"u{serial}", slo=NOW)
         w.sleep(0.5)
         for given in w.take(do.YieldPlace):
-            evicted_at[given.request_id] = w.now
+            preempted_at[given.request_id] = w.now
         for name in [name for name in w.running() if name.startswith("u") and tick % 8 == 0]:
             w.token(name)
             w.finish(name)
-        for name in [name for name in evicted_at if w.core.fleet.requests[name].evicted_at is None]:
-            longest_s = max(longest_s, w.now - evicted_at.pop(name))
-    return max([longest_s, *(w.now - at for at in evicted_at.values())])
+        for name in [name for name in preempted_at if w.core.fleet.requests[name].preempted_at is None]:
+            longest_s = max(longest_s, w.now - preempted_at.pop(name))
+    return max([longest_s, *(w.now - at for at in preempted_at.values())])
 
 
-def test_under_a_flood_of_urgent_requests_an_evicted_answer_goes_on_within_its_bound() -> None:
+def test_under_a_flood_of_urgent_requests_a_preempted_answer_goes_on_within_its_bound() -> None:
     """The bound, and the 4 s until a place comes free. The control: without a bound it waits for all of the flood."""
-    bounded = flood(CoreConfig(dispatch_headroom=0, max_evicted_target_s=60.0))
+    bounded = flood(CoreConfig(dispatch_headroom=0, max_preempted_target_s=60.0))
     assert 0 < bounded <= 0.5 * 60.0 + 4.5
-    assert flood(CoreConfig(dispatch_headroom=0, max_evicted_target_s=3600.0)) > 150
+    assert flood(CoreConfig(dispatch_headroom=0, max_preempted_target_s=3600.0)) > 150
 
 
 def test_an_answer_is_interrupted_at_most_so_often() -> None:
-    w = full_of(HOUR, CoreConfig(dispatch_headroom=0, max_evictions=2))
+    w = full_of(HOUR, CoreConfig(dispatch_headroom=0, max_preemptions=2))
     count = 0
     for n in range(60):
         w.arrive(f"u{n}", slo=NOW)
@@ -179,7 +179,7 @@ def test_an_answer_is_interrupted_at_most_so_often() -> None:
             w.token(name)
             w.finish(name)
     assert count == 2 * MAX_RUNNING
-    assert max(r.num_evictions for r in w.core.fleet.requests.values()) == 2
+    assert max(r.num_preemptions for r in w.core.fleet.requests.values()) == 2
 
 
 def two_replicas() -> World:

@@ -22,7 +22,7 @@ async def test_a_batch_answer_gives_way_on_its_engine_and_both_streams_are_whole
         submits = {f.request.request_id: f for f in agent.received if isinstance(f, Submit)}
         assert submits["urgent"].request.priority < submits["b0"].request.priority
         assert (submits["b0"].predicted_tokens or 0) > 0
-        assert fleet.runtime.counters.num_evictions == 1
-        assert fleet.runtime.snapshot()["decisions"][0]["evicted"] == 1
+        assert fleet.runtime.counters.num_preemptions == 1
+        assert fleet.runtime.snapshot()["decisions"][0]["preempted"] == 1
         assert await asyncio.gather(*map(collect, handles)) == [list(range(1000, 1150))] * 6
         assert fleet.runtime.counters.num_redispatches == 0

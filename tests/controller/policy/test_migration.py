@@ -49,16 +49,16 @@ def instance(name: str, begun: int, waiting: int = 0, holds: bool = True, **sett
 def carry_out(made: list[InstanceRecord], move: Move, now: float) -> RequestRecord:
     by_id = {i.instance_id: i for i in made}
     moved = by_id[move.source_id].in_flight.pop(move.request.info.request_id)
-    if moved.evicted_at is not None:
-        by_id[move.source_id].num_evicted -= 1
-    moved.num_kept, moved.has_token, moved.evicted_at, moved.dispatched_at = 100.0, False, None, now
+    if moved.preempted_at is not None:
+        by_id[move.source_id].num_preempted -= 1
+    moved.num_kept, moved.has_token, moved.preempted_at, moved.dispatched_at = 100.0, False, None, now
     moved.num_moves, moved.moved_at = moved.num_moves + 1, now
     by_id[move.target_id].in_flight[moved.info.request_id] = moved
     return moved
 
 
 def num_waiting(made: list[InstanceRecord]) -> int:
-    return sum(max(0, len(i.in_flight) - i.num_evicted - i.max_running) for i in made)
+    return sum(max(0, len(i.in_flight) - i.num_preempted - i.max_running) for i in made)
 
 
 def test_an_answer_makes_room_for_who_can_run_only_beside_it() -> None:
@@ -122,19 +122,19 @@ def test_every_move_makes_fewer_wait_and_nobody_moves_too_often(
             one.has_token = True
 
 
-def evicted(after_s: float, others: int) -> list[InstanceRecord]:
+def preempted(after_s: float, others: int) -> list[InstanceRecord]:
     made = [instance("i0", PLACES + 1), instance("i1", others)]
     one = next(iter(made[0].in_flight.values()))
-    one.evicted_at, made[0].num_evicted = NOW - after_s, 1
+    one.preempted_at, made[0].num_preempted = NOW - after_s, 1
     return made
 
 
-def test_an_evicted_answer_goes_on_where_a_place_is_free() -> None:
-    found = go_on(evicted(1.0, 2), costs(), NOW, CONFIG)
+def test_a_preempted_answer_goes_on_where_a_place_is_free() -> None:
+    found = go_on(preempted(1.0, 2), costs(), NOW, CONFIG)
     assert found is not None
     assert (found.request.info.request_id, found.target_id) == ("i0-0", "i1")
-    assert go_on(evicted(1.0, PLACES), costs(), NOW, CONFIG) is None, "no place is free"
-    assert go_on(evicted(0.01, 2), costs(), NOW, CONFIG) is None, "sooner than its tokens could be computed again"
+    assert go_on(preempted(1.0, PLACES), costs(), NOW, CONFIG) is None, "no place is free"
+    assert go_on(preempted(0.01, 2), costs(), NOW, CONFIG) is None, "sooner than its tokens could be computed again"
 
 
 def memories(first: int, second: int, waited_s: float = 5.0) -> list[InstanceRecord]:

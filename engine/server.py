@@ -64,7 +64,7 @@ class EngineServer:
         self._habits = habits
         self._pool: MappedPool | None = None
         self._instance: BoundInstance | None = None
-        self._reader = AdapterReader(link.wake)
+        self._reader = AdapterReader(link.wake, READ_LIMIT_S)
         self._sources = AdapterSources(self._read_adapter, link.send)
         self._compiler = GrammarCompiler(link.wake)
         self._profiler: Profiler | None = None
@@ -112,9 +112,10 @@ class EngineServer:
 
     def _patience_s(self) -> Seconds | None:
         """How long to wait for the agent before doing, or looking at, what nobody has asked for yet."""
-        instance, due = self._instance, self._sources.next_due
+        instance, now = self._instance, time.monotonic()
         is_busy = instance is not None and (instance.grammars.is_unprepared or instance.awaits_copies)
-        waits = [IDLE_S] * is_busy + [max(0.0, at - time.monotonic()) for at in (due,) if at is not None]
+        dues = (self._sources.next_due, self._reader.next_due(now))
+        waits = [IDLE_S] * is_busy + [max(0.0, at - now) for at in dues if at is not None]
         return min(waits, default=None)
 
     def _prepare_grammars(self) -> None:
@@ -165,8 +166,10 @@ class EngineServer:
                 instance.free_adapter(read.digest)  # it came after it was given up, and nobody has asked again
         if instance is None:
             return
-        for digest in self._sources.overdue(time.monotonic()):
-            self._reader.give_up(digest)
+        now = time.monotonic()
+        overdue = self._sources.overdue(now)
+        overdue += [job.digest for job in self._reader.overdue(now) if self._sources.ended(job.digest)]
+        for digest in overdue:
             text = (
                 f"adapter {digest} was not read within {READ_LIMIT_S:g} s: the disk of its node hangs or is overloaded"
             )
@@ -214,7 +217,7 @@ class EngineServer:
             case LoadAdapter():
                 self._load_adapter(message)
             case AdapterBytes():
-                self._sources.offer(message)
+                self._sources.offer(message, time.monotonic())
             case UnloadAdapter(digest) if self._instance:
                 self._instance.core.unload_adapter(digest)
             case Ping(number):
@@ -270,7 +273,7 @@ class EngineServer:
         if instance is not None:
             self._sources.know(wish.digest, wish.is_pooled)
         if wish.lent:
-            self._sources.offer(wish.lent)
+            self._sources.offer(wish.lent, time.monotonic())
         if instance is not None and instance.core.load_adapter(wish.digest, wish.directory, wish.is_ahead):
             self._link.send(AdapterLoaded(wish.digest, 0.0, 0))
 
@@ -299,6 +302,7 @@ class EngineServer:
             self._end_profile("the instance was stopped")
             self._instance.close()
         self._sources.unbound()
+        self._reader.give_up_all()
         self._instance, self._told = None, _NO_LOAD
         self._link.send(Unbound(self._last_model))
 

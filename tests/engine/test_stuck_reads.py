@@ -68,6 +68,40 @@ def test_an_answer_that_does_not_come_ends_its_requests_and_one_that_comes_too_l
     await_free(engine, 2)
 
 
+def hang(engine: EngineUnderTest, source: Path, stuck: Path) -> None:
+    """Have an adapter read from a directory that never answers."""
+    shutil.copytree(source, stuck)
+    (stuck / "manifest.json").unlink()
+    os.mkfifo(stuck / "manifest.json")
+    engine.send(LoadAdapter(Digest(source.name), str(stuck)))
+    engine.submit(request("stuck", PROMPT, adapter_digest=source.name))
+
+
+def test_a_read_that_hangs_costs_those_that_wait_behind_it_their_turn_and_no_more(
+    engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle], tmp_path: Path
+) -> None:
+    fine = checkpoints["lora8"]
+    hang(engine, checkpoints["lora4"], tmp_path / "stuck")
+    engine.send(LoadAdapter(Digest(fine.name), str(fine)))
+    engine.submit(request("fine", PROMPT, adapter_digest=fine.name))
+    fails_as_stuck(engine, "stuck")
+    assert engine.outcome("fine")[0] == oracles["lora8"](PROMPT)
+
+
+def test_the_next_instance_reads_its_adapters_though_a_read_of_the_last_one_hangs(
+    engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle], tmp_path: Path
+) -> None:
+    fine = checkpoints["lora8"]
+    hang(engine, checkpoints["lora4"], tmp_path / "stuck")
+    engine.submit(request("base", PROMPT))
+    engine.outcome("base")
+    engine.unbind()
+    engine.bind(checkpoints["a"])
+    engine.send(LoadAdapter(Digest(fine.name), str(fine)))
+    engine.submit(request("fine", PROMPT, adapter_digest=fine.name))
+    assert engine.outcome("fine")[0] == oracles["lora8"](PROMPT)
+
+
 @pytest.mark.parametrize("is_good", [True, False])
 def test_a_read_that_hangs_holds_up_no_other_and_what_comes_of_it_late_is_dropped(
     engine: EngineUnderTest, checkpoints: dict[str, Path], oracles: dict[str, Oracle], tmp_path: Path, is_good: bool

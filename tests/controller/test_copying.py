@@ -114,3 +114,61 @@ def test_what_is_partly_there_counts_as_not_there() -> None:
     w = two_wanted()
     w.add_node(report("n2", residency=(Residency(DIGEST, GB, GB // 2, 0),)))
     assert [copy.node_id for copy in w.take(do.CopyCheckpoint)] == ["n2"]
+
+
+def test_requests_that_only_a_copy_under_way_can_serve_wait_for_it() -> None:
+    """The one node with the bytes has too little memory for them: without the copy they could run nowhere."""
+    w = World(CoreConfig(start_backoff_s=2.0))
+    w.post(happened.ModelAdded(model("a", min_replicas=1)))
+    w.add_node(report("small", digests=[DIGEST], dram_pool_bytes=GB // 2))
+    w.add_node(report("large"))
+    assert [copy.node_id for copy in w.take(do.CopyCheckpoint)] == ["large"]
+    w.arrive("r1")
+    w.post(happened.NodeReported(w.nodes[NodeId("small")].full_report()))
+    assert w.ended == {}
+    w.post(happened.CopyFailed(NodeId("large"), DIGEST, LOST))
+    assert w.ended == {}, "it is tried again"
+    w.sleep(2.1)
+    w.post(happened.CheckpointImported(NodeId("large"), checkpoint(DIGEST)))
+    w.start_all()
+    w.finish("r1")
+    assert w.ended == {"r1": "finished"}
+
+
+def test_requests_that_no_copy_can_serve_are_refused_at_once_and_a_copy_without_end_bounds_their_wait() -> None:
+    w = World(CoreConfig(start_timeout_s=50.0))
+    w.post(happened.ModelAdded(model("a", min_replicas=1)))
+    node = w.add_node(report("small", digests=[DIGEST], dram_pool_bytes=GB // 2))
+    w.arrive("r1")
+    w.post(happened.NodeReported(node.full_report()))
+    assert w.ended == {"r1": "out_of_memory"}
+    w.add_node(report("large"))
+    w.arrive("r2")
+    w.sleep(49.0)
+    assert "r2" not in w.ended
+    w.sleep(2.0)
+    assert w.ended["r2"] == "start_timeout"
+
+
+def test_the_pause_grows_as_long_as_what_arrives_is_refused_and_is_short_again_once_a_replica_has_started_there() -> None:
+    w = two_wanted()
+    node = w.add_node(report("n2"))
+    for pause_s in (2.0, 4.0, 8.0):
+        assert len(w.take(do.CopyCheckpoint)) == 1
+        w.post(happened.CheckpointImported(NodeId("n2"), checkpoint(DIGEST)))
+        w.post(happened.CopyFailed(NodeId("n2"), DIGEST, LOST))
+        node.instances.clear()
+        w.connect(node)
+        w.sleep(pause_s - 0.1)
+        assert w.take(do.CopyCheckpoint) == []
+        w.sleep(0.2)
+    w.post(happened.CheckpointImported(NodeId("n2"), checkpoint(DIGEST)))
+    w.start_all()
+    assert missing(w) == (0, "")
+    w.take(do.CopyCheckpoint)
+    w.disconnect(node)
+    w.sleep(w.config.node_grace_s + 1.0)
+    w.add_node(report("n3"))
+    assert len(w.take(do.CopyCheckpoint)) == 1
+    w.post(happened.CopyFailed(NodeId("n3"), DIGEST, LOST))
+    assert "the next try is in 2 s" in missing(w)[1]

@@ -11,6 +11,7 @@ import uvloop
 
 from nearline.controller.durable.limits import Limits
 from nearline.controller.durable.redis_state import DEFAULT_PREFIX
+from nearline.controller.http.browsers import host_name
 from nearline.controller.service import ServiceConfig, serve
 from nearline.controller.tenants import Tenants, read_admin_key, read_key_file
 from nearline.protocol import TenantId
@@ -70,6 +71,7 @@ def _config(options: argparse.Namespace) -> ServiceConfig:
         data_dir=options.data_dir.expanduser().absolute(),
         host=options.host,
         port=options.port,
+        host_names=tuple(host_name(text) for text in options.allow_host),
         url_file=options.url_file,
         node_token=cluster_token(options.node_token_file, "--node-token-file") or "",
         tenants=Tenants.of(keys, admin_key),

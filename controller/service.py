@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 from collections.abc import Container, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -42,12 +43,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceConfig:
-    """Where the controller listens and keeps its things. Keys and tokens are secrets and never logged."""
+    """Where the controller listens and keeps its things. Keys and tokens are secrets and never logged. `host_names` are
+    names it answers to without keys, though only this machine can reach it."""
 
     redis_url: str = field(repr=False)
     data_dir: Path
     host: str = "127.0.0.1"
     port: int = 8000
+    host_names: tuple[str, ...] = ()
     url_file: Path | None = None
     node_token: str = field(default="", repr=False)
     tenants: Tenants = field(default_factory=Tenants)
@@ -101,7 +104,8 @@ def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[
     texts = TextModels(config.data_dir / "text", runtime.fetch_file)
     jobs = JobStore(state, config.result_ttl_s)
     keepers = (registry, texts, jobs, state, lease, metrics, config.tenants, config.limits)
-    return runtime, Door(runtime, *keepers, is_loopback=_is_loopback(config.host))
+    names = frozenset((socket.gethostname().lower(), *config.host_names))
+    return runtime, Door(runtime, *keepers, is_loopback=_is_loopback(config.host), host_names=names)
 
 
 def _is_loopback(host: str) -> bool:

@@ -48,6 +48,7 @@ CALLER_OPTIONS = (
         "A file with the only key that may administer (default: every key may).",
         is_repeatable=False,
     ),
+    Option("allow_host", "NAME", "A name to answer to without keys, as that of a proxy with a login; repeatable."),
     Option("tenant_weight", "NAME=W", "A tenant's share of busy models (1); repeatable."),
     Option("tenant_limit", "NAME=RPM:N:TPM", "Requests a minute, at once, tokens a minute; 0: any. Repeatable."),
     Option("tenant_slo", "NAME=CLASS", "Strictest SLO class of a tenant: interactive, batch-1m, batch-1h; repeatable."),

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from nearline.controller.http import functions, health, jobs_api, models
 from nearline.controller.http.admin import Admin
-from nearline.controller.http.browsers import check_origin
+from nearline.controller.http.browsers import check_no_page, check_origin
 from nearline.controller.http.door import DOOR, REQUEST_ID, TENANT, Door, door_of
 from nearline.controller.http.errors import MAX_BODY_BYTES, error_response, http_error_response
 from nearline.controller.http.openai_chat import chat_completions
@@ -108,8 +108,12 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.path.startswith(NODE_PATH):
+        check_no_page(request)
+    if request.path.startswith(_OPEN_PATHS):
+        return await handler(request)
     check_origin(request, door_of(request))
-    if request.path != "/" and not request.path.startswith(_OPEN_PATHS):
+    if request.path != "/":
         tenants = door_of(request).tenants
         authorization = request.headers.get("Authorization")
         request[TENANT] = tenants.authenticate(authorization)

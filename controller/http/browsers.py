@@ -1,7 +1,7 @@
 """Web pages call from their visitors' browsers. Without API keys a place on the network would be all it takes: so pages
 of other origins are refused, names that were made to point here too, and bodies that a page may send unasked.
 
-Source: the Fetch standard (Origin; CORS-safelisted content types need no leave of the server).
+Source: the Fetch standard (Origin; CORS-safelisted content types need no leave of the server); RFC 6761 (localhost).
 """
 
 import re
@@ -16,25 +16,30 @@ from nearline.protocol.errors import Forbidden
 JSON = "application/json"
 MAX_SHOWN = 100
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(?::\d*)?")
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_OF_PAGES = ("null", "http://", "https://")
+"""How the origins of web pages begin. Those of desktop applications (app://, vscode-webview://) cannot be visited."""
 
 
 def check_origin(request: web.Request, door: Door) -> None:
     """Raises Forbidden for what only a foreign page sends while nobody has to show a key, HTTPUnsupportedMediaType for
     a body that does not say it is JSON."""
+    if not door.tenants.is_open:
+        return
     headers = request.headers
-    if door.tenants.is_open:
-        host = headers.get("Host", "")
-        if door.is_loopback and not is_beyond_dns(host):
-            raise Forbidden(
-                f"without API keys this platform does not answer to the name {host[:MAX_SHOWN]!r}, which may be another"
-                " site's; call it as localhost or by its address, or start it with --api-key"
-            )
-        origin = headers.get("Origin")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            raise Forbidden(
-                f"pages of {origin[:MAX_SHOWN]!r} may not call this platform while it has no API keys; start it with"
-                " --api-key"
-            )
+    host = headers.get("Host", "")
+    if door.is_loopback and not is_ours(host, door.host_names):
+        raise Forbidden(
+            f"without API keys this platform does not answer to the name {host[:MAX_SHOWN]!r}, because any web site"
+            " could have made it point here; call it as localhost or by its address, or start it with --allow-host NAME"
+            " (behind a proxy) or with --api-key"
+        )
+    origin = headers.get("Origin", "").lower()
+    if origin.startswith(_OF_PAGES) and origin.partition("://")[2] != host.lower():
+        raise Forbidden(
+            f"pages of {origin[:MAX_SHOWN]!r} may not call this platform while it has no API keys; start it with"
+            " --api-key"
+        )
     if request.method in ("POST", "PATCH") and request.body_exists:
         given = headers.get("Content-Type", "")
         if given != JSON and given.partition(";")[0].strip().lower() != JSON:
@@ -42,12 +47,27 @@ def check_origin(request: web.Request, door: Door) -> None:
             raise web.HTTPUnsupportedMediaType(text=f"{text}; add the header `Content-Type: {JSON}` (curl: -H)")
 
 
+def check_no_page(request: web.Request) -> None:
+    """Raises Forbidden where only node agents connect: browsers name an origin with every WebSocket, agents none."""
+    if "Origin" in request.headers:
+        raise Forbidden("only node agents may connect here, and no web page")
+
+
+def host_name(text: str) -> str:
+    """Read a name as `is_ours` compares it. Raises ValueError unless it is one, without a port."""
+    name = text.lower().removesuffix(".")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"--allow-host takes a name without a port, such as models.example.com, not {text[:60]!r}")
+    return name
+
+
 @lru_cache(maxsize=256)
-def is_beyond_dns(host: str) -> bool:
-    """Whether a Host header cannot stem from a name that somebody else points here: an address, localhost or none."""
+def is_ours(host: str, names: frozenset[str] = frozenset()) -> bool:
+    """Whether a Host header cannot stem from a name that somebody else points here: an address, localhost, one of
+    `names`, or none."""
     match = _HOST.fullmatch(host)
-    name = match[1].lower() if match else host
-    if name in ("", "localhost"):
+    name = (match[1] if match else host).lower().removesuffix(".")
+    if name in ("", "localhost") or name.endswith(".localhost") or name in names:
         return True
     try:
         ip_address(name.strip("[]"))

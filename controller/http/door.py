@@ -20,7 +20,8 @@ from nearline.protocol import Slo, SloClass, TenantId
 @dataclass(frozen=True, slots=True)
 class Door:
     """The front door's neighbours. `heartbeat_s` is how often a waiting stream shows a sign of life;
-    `is_loopback` says that only this machine can reach us."""
+    `is_loopback` says that only this machine can reach us, `host_names` what it then may call us without keys, besides
+    localhost and addresses."""
 
     runtime: FleetPort
     registry: Registry
@@ -34,6 +35,7 @@ class Door:
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     heartbeat_s: float = 3.0
     is_loopback: bool = True
+    host_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def http_error_response(error: web.HTTPException, asked: str = "") -> web.Respon
 
 def _http_message(error: web.HTTPException, asked: str) -> str:
     if isinstance(error, web.HTTPNotFound):
-        return f"there is no route {shown(asked)}; GET / says where to go on"
+        return f"there is no route {shown(asked)}; GET / lists the main ones"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{shown(error.method)} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
     if isinstance(error, web.HTTPRequestEntityTooLarge):

@@ -18,14 +18,25 @@ PAGE_HEADERS = {
     " connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
     "Vary": "Accept",
 }
+LINKS = {
+    "models": "/v1/models",
+    "functions": "/v1/functions/{name}/invocations",
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "jobs": "/v1/jobs",
+    "admin": "/admin/models",
+    "fleet": "/admin/fleet",
+    "health": "/health/ready",
+    "metrics": "/metrics",
+}
 
 
 async def welcome(request: web.Request) -> web.StreamResponse:
-    """What answers here, and where to go on; browsers get the dashboard, which asks for a key if one is needed."""
+    """What answers here, and the main routes; browsers get the dashboard, which asks for a key if one is needed."""
     if "text/html" in request.headers.get("Accept", ""):
         return web.Response(body=DASHBOARD, headers=PAGE_HEADERS)
-    links = {"models": "/v1/models", "health": "/health/ready", "metrics": "/metrics"}
-    return web.json_response({"name": "nearline", "version": __version__, "links": links})
+    return web.json_response({"name": "nearline", "version": __version__, "links": LINKS})
 
 
 async def live(request: web.Request) -> web.StreamResponse:

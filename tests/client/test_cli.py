@@ -222,6 +222,7 @@ main()"""
         ("--pool", "lots", "'lots' is not a size"),
         ("--tenant-weight", "a=0", "NAME=W with W above 0, not 'a=0'"),
         ("--tenant-slo", "a=soon", "one of interactive"),
+        ("--allow-host", "https://a.example", "--allow-host takes a name without a port"),
         ("--pool", "7TiB", "--pool-bytes is 7,168.0 GiB, and this machine has"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +89,16 @@ def test_the_address_it_tells_is_one_where_it_answers_and_open_to_others_it_has_
     url = url_of(tmp_path, "one")
     assert get(f"{url}/health/live")[0] == 200
     assert get(urllib.request.Request(f"{url}/v1/models", headers={"Host": "gpu1.lan:8000"}))[0] == status
+
+
+def test_without_keys_it_answers_to_the_machines_name_and_to_those_that_it_was_told(
+    start: Start, tmp_path: Path
+) -> None:
+    start("one", "--allow-host", "Models.Example", "--allow-host", "host.docker.internal")
+    url = url_of(tmp_path, "one")
+    for host in (socket.gethostname(), "models.example", "host.docker.internal:8000"):
+        assert get(urllib.request.Request(f"{url}/v1/models", headers={"Host": host}))[0] == 200, host
+    assert get(urllib.request.Request(f"{url}/v1/models", headers={"Host": "other.example"}))[0] == 403
 
 
 def test_a_standby_takes_over_from_a_killed_leader(start: Start, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from nearline.controller.durable.jobs import JobStore
 from nearline.controller.durable.lease import LeaderLease
 from nearline.controller.durable.redis_state import State
 from nearline.controller.durable.registry import Registry
-from nearline.controller.http.app import create_app
+from nearline.controller.http.app import Handler, create_app
 from nearline.controller.http.door import Door
 from nearline.controller.http.jobs_api import run_job
 from nearline.controller.http.server import Runner
@@ -93,8 +93,8 @@ def yarl_raw(url: str) -> Any:
     return URL(url, encoded=True)
 
 
-async def serve(door: Door, runtime: ScriptedRuntime) -> AsyncIterator[FrontDoor]:
-    runner = Runner(create_app(door), shutdown_timeout=1.0)
+async def serve(door: Door, runtime: ScriptedRuntime, node_handler: Handler | None = None) -> AsyncIterator[FrontDoor]:
+    runner = Runner(create_app(door, node_handler), shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

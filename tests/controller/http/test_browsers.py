@@ -4,8 +4,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from nearline.controller.http.browsers import is_beyond_dns
+from nearline.controller.http.browsers import host_name, is_ours
 from nearline.controller.tenants import Tenants
 from tests.controller.http.conftest import FrontDoor, serve
 from tests.controller.http.test_app import check_envelope
@@ -61,11 +62,45 @@ async def test_json_passes_however_it_is_written_and_no_body_needs_no_type(front
 async def test_a_name_that_was_pointed_here_reads_nothing(front: FrontDoor) -> None:
     port = front.url.rpartition(":")[2]
     for host in (f"evil.example:{port}", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80"):
-        for path in ("/v1/models", "/admin/fleet", "/metrics"):
+        for path in ("/v1/models", "/admin/fleet"):
             status, answer, _ = await front.get(path, Host=host)
             assert (status, answer["error"]["code"]) == (403, "permission_denied"), host
+            assert "--allow-host NAME" in answer["error"]["message"]
+        assert (await front.get("/health/live", Host=host, Origin="http://watch.example"))[0] == 200
+        async with front.session.get(front.url + "/metrics", headers={"Host": host}) as response:
+            assert response.status == 200
     for host in ("localhost", f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}", "192.168.1.5:80"):
         assert (await front.get("/v1/models", Host=host))[0] == 200, host
+
+
+async def test_a_proxy_with_a_login_that_keeps_its_own_name_passes_once_that_is_allowed(make_door: Any) -> None:
+    door, runtime = await make_door(host_names=frozenset({"models.example"}))
+    async for front in serve(door, runtime):
+        for host in ("models.example", "Models.Example.", "models.example:8443"):
+            origin = f"https://{host.lower()}"
+            body = {"model": "tiny", "prompt": "a"}
+            assert (await front.post("/v1/completions", body, Host=host, Origin=origin))[0] == 200, host
+        assert (await front.get("/v1/models", Host="other.example"))[0] == 403
+        assert (await front.get("/v1/models", Host="models.example", Origin="https://evil.example"))[0] == 403
+
+
+@pytest.mark.parametrize("origin", ["app://obsidian.md", "file://", "tauri://localhost", "vscode-webview://1a2b"])
+async def test_a_desktop_application_is_no_page_that_somebody_visits(front: FrontDoor, origin: str) -> None:
+    assert (await front.post("/v1/completions", {"model": "tiny", "prompt": "a"}, Origin=origin))[0] == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "HTTPS://evil.example", "null", "http://127.0.0.1"])
+async def test_no_page_connects_as_a_node_not_even_by_a_name_that_was_pointed_here(make_door: Any, origin: str) -> None:
+    """Browsers ask nobody before they open a WebSocket, and say from which page."""
+
+    async def linked(request: web.Request) -> web.StreamResponse:
+        return web.json_response("linked")
+
+    door, runtime = await make_door()
+    async for front in serve(door, runtime, linked):
+        for host in ("gpu1.lan:8000", origin.partition("://")[2] or "null"):
+            assert (await front.get("/internal/node", Host=host))[:2] == (200, "linked")
+            assert (await front.get("/internal/node", Host=host, Origin=origin))[0] == 403
 
 
 async def test_what_is_open_to_the_network_answers_to_any_name(make_door: Any) -> None:
@@ -81,13 +116,34 @@ async def test_where_a_key_is_needed_it_is_what_counts(make_door: Any) -> None:
         headers = {"Host": "models.example", "Origin": "https://app.example"}
         assert (await front.get("/v1/models", **headers))[0] == 401
         assert (await front.get("/v1/models", Authorization="Bearer k", **headers))[0] == 200
+        for sent in ("application/x-www-form-urlencoded", "text/plain;charset=UTF-8"):
+            headers = {"Content-Type": sent, "Authorization": "Bearer k"}
+            assert (await front.post("/v1/completions", {"model": "tiny", "prompt": "a"}, **headers))[0] == 200
 
 
 @pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1:8000", "[::1]", "[fe80::1]:80", "10.0.0.1"])
 def test_addresses_and_localhost_are_nobodys_elses(host: str) -> None:
-    assert is_beyond_dns(host)
+    assert is_ours(host)
 
 
-@pytest.mark.parametrize("host", ["a.b", "1.2.3", "localhost.x", "[::1].x", "x:y:z", "127.1", "2130706433", "a b"])
+@pytest.mark.parametrize("host", ["localhost.:8000", "nearline.localhost", "a.b.LOCALHOST:80", "Gpu1:8000", "gpu1."])
+def test_names_below_localhost_never_leave_the_machine_and_others_may_be_allowed(host: str) -> None:
+    assert is_ours(host, frozenset({"gpu1"}))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["a.b", "1.2.3", "localhost.x", "xlocalhost", "[::1].x", "x:y:z", "127.1", "2130706433", "a b", "x.gpu1", "gpu1.x"],
+)
 def test_whatever_dns_might_answer_is_not(host: str) -> None:
-    assert not is_beyond_dns(host)
+    assert not is_ours(host, frozenset({"gpu1"}))
+
+
+def test_a_name_to_allow_is_a_name_alone() -> None:
+    assert (host_name("Models.Example."), host_name("host.docker.internal")) == (
+        "models.example",
+        "host.docker.internal",
+    )
+    for text in ("", ".", "*", "a:80", "https://a", "a/b", "a b", "*.example", "a..b"):
+        with pytest.raises(ValueError, match="--allow-host"):
+            host_name(text)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nearline.controller.http.app import create_app
 from tests.controller.http.conftest import FrontDoor
 
 BODY = b'{"prompt": "Hi"}'
@@ -83,7 +84,10 @@ async def test_the_root_says_what_answers_here_and_health_that_it_lives(front: F
     assert answer["version"][0].isdigit()
     for path in (answer["links"]["models"], answer["links"]["health"]):
         assert (await front.get(path))[0] == 200
+    routes = {route.resource.canonical for route in create_app(front.door).router.routes() if route.resource}
+    assert set(answer["links"].values()) <= routes
+    assert {"/v1/chat/completions", "/v1/functions/{name}/invocations", "/v1/jobs"} <= set(answer["links"].values())
     assert (await front.get("/health"))[:2] == (200, {"status": "live"})
     status, answer, _ = await front.get("/nowhere")
     assert status == 404
-    assert "'GET /nowhere'" in answer["error"]["message"]
+    assert "'GET /nowhere'; GET / lists the main ones" in answer["error"]["message"]

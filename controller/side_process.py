@@ -7,6 +7,14 @@ from nearline.controller.pipes import LENGTH
 from nearline.protocol import Seconds
 
 
+class ProcessEnded(EOFError):
+    """The process ended instead of answering. `returncode` as of subprocess: minus the signal that ended it."""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(f"the process ended with {returncode}")
+        self.returncode = returncode
+
+
 class SideProcess:
     """Owns: the process of a module's main, made at the first question and again after it failed."""
 
@@ -21,12 +29,14 @@ class SideProcess:
     async def ask(self, question: bytes, limit_s: Seconds) -> bytes:
         """Return the answer. One call at a time.
 
-        Raises EOFError when the process ends instead, OSError when there can be none, TimeoutError. After any of these,
-        and when the caller is cancelled, the next question has a new process.
+        Raises ProcessEnded, OSError when there can be none, TimeoutError. After any of these, and when the caller is
+        cancelled, the next question has a new process.
         """
         try:
             async with asyncio.timeout(limit_s):
                 return await self._exchange(question)
+        except (EOFError, ConnectionError):
+            raise ProcessEnded(await self.end()) from None
         except BaseException:
             await self.end()
             raise
@@ -46,10 +56,11 @@ class SideProcess:
         (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
         return await stdout.readexactly(length)
 
-    async def end(self) -> None:
-        """Kill the process, whatever it does."""
+    async def end(self) -> int:
+        """Kill the process, whatever it does, and return how it ended; 0 if there is none."""
         process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+        if process is None:
+            return 0
+        if process.returncode is None:
+            process.kill()
+        return await process.wait()

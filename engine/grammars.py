@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from nearline.engine.sequence import Sequence
 from nearline.protocol import Grammar, GrammarKind, Seconds
 from nearline.protocol.errors import Fault, InvalidRequest, UnsupportedCheckpoint
+from nearline.protocol.request import MAX_LEXER_STATES, MAX_SYMBOLS
 
 llguidance: Any
 try:
@@ -33,9 +34,6 @@ R = TypeVar("R")
 WHITESPACE = r"[ \n\r\t]{1,40}"
 """Between JSON's tokens. Without a limit a model that likes line feeds writes nothing else until max_tokens."""
 MAX_COMPILED = 64
-MAX_LEXER_STATES = 50_000
-"""Per grammar; a state takes one or two kilobytes."""
-MAX_SYMBOLS = 100_000
 BREATH_S: Seconds = 0.05
 """Between the two parts of building a vocabulary table, which hold the interpreter: steps run then."""
 

@@ -6,6 +6,10 @@ from enum import StrEnum
 from nearline.protocol.errors import ErrorInfo
 from nearline.protocol.ids import Digest, ModelId, RequestId, Seconds, TenantId
 
+MAX_SYMBOLS = 100_000
+MAX_LEXER_STATES = 50_000
+"""Of one grammar, when it is checked and when it is compiled; a state takes one or two kilobytes."""
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended in the engine. A stop *string* is seen only by the controller, which then aborts."""

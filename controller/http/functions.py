@@ -73,7 +73,7 @@ async def prepare(door: Door, caller: Caller, name: str, data: Data) -> tuple[Ta
     else:
         prompt = await text_prompt(target, text, body.prompt or "")
     call = make_call(caller, target, text, prompt, body, DEFAULT_MAX_TOKENS)
-    return target, body, bounded(call, await grammar_of(door, body))
+    return target, body, bounded(call, await grammar_of(door, caller.tenant, body))
 
 
 async def invoke(request: web.Request) -> web.StreamResponse:

@@ -73,7 +73,7 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
         await prepare_function(door, caller, body.model, body.input)
     elif body.endpoint == "/v1/chat/completions":
         door.registry.resolve(body.model)
-        await grammar_of(door, await read_body(ChatBody, data))
+        await grammar_of(door, caller.tenant, await read_body(ChatBody, data))
     elif body.endpoint == "/v1/embeddings":
         door.registry.resolve(body.model)
         inputs_of(await read_body(EmbeddingBody, data))
@@ -81,7 +81,7 @@ async def _check(door: Door, caller: Caller, body: JobBody) -> None:
         target, completion = door.registry.resolve(body.model), await read_body(CompletionBody, data)
         for prompt in prompts_of(completion):
             check_length(target, prompt, least=0 if completion.max_tokens == 0 else 1)
-        await grammar_of(door, completion)
+        await grammar_of(door, caller.tenant, completion)
 
 
 async def run_job(door: Door, job: Job, started: Callable[[], Awaitable[None]]) -> dict[str, Any]:

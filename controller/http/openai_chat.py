@@ -40,7 +40,7 @@ class ChatCompletion:
         prompt = await chat_prompt(target, text, body, body.messages)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         call = make_call(caller, target, text, prompt, body, UNLIMITED, logprobs)
-        call = bounded(call, await grammar_of(door, body))
+        call = bounded(call, await grammar_of(door, caller.tenant, body))
         return cls(body, text, await Answer.open(door, caller, target, choices(call, body.n or 1)))
 
     async def result(self, on_first_token: OnFirstToken | None = None) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Completion:
         n = body.n or 1
         calls: list[Call] = []
         echoes: list[Echo] = []
-        prompts, grammar = prompts_of(body), await grammar_of(door, body)
+        prompts, grammar = prompts_of(body), await grammar_of(door, caller.tenant, body)
         if len(prompts) * n > MAX_CHOICES:
             raise InvalidRequest(f"{len(prompts)} prompts of {n} choices are more than {MAX_CHOICES}", param="prompt")
         for prompt in prompts:

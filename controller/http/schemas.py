@@ -6,6 +6,7 @@ that changes nothing would be a wrong answer that looks right.
 Source: OpenAI's API reference for the shared names; vLLM's documentation for the extra sampling parameters.
 """
 
+import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -57,9 +58,20 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+def _as_text(value: Any) -> str:
+    if not isinstance(value, dict):
+        raise ValueError("an object")
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise ValueError("a schema that is nested less deeply") from None
+
+
 class JsonSchemaFormat(Body):
+    """`schema_` is written as text where the body is read: on the event loop only if it is small."""
+
     name: str = "answer"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Annotated[str, BeforeValidator(_as_text)] | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Body):

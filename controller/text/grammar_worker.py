@@ -16,14 +16,13 @@ import llguidance
 from nearline.controller.pipes import answer_all
 from nearline.controller.text.json_schema import subschemas, wrong_number
 from nearline.protocol import Grammar, GrammarKind
+from nearline.protocol.request import MAX_LEXER_STATES, MAX_SYMBOLS
 
 CPU_S = 1
 """Computing that one grammar may cost here, and up to one second more; then the kernel ends the process."""
 MEMORY_BYTES = 1 << 30
 STACK_BYTES = 2 << 20
 """A quarter of what an engine's threads have, so that what passes here overflows none of theirs."""
-MAX_SYMBOLS = 100_000
-MAX_LEXER_STATES = 50_000
 MAX_PROBES = 200
 """Subschemas tried when looking for the wrong one."""
 _END = 256
@@ -117,6 +116,8 @@ def _answer(question: bytes) -> bytes:
     kind, _, source = question.decode().partition("\n")
     try:
         found = problem(Grammar(GrammarKind(kind), source))
+    except MemoryError:
+        found = "it takes more memory to compile than a grammar may have; simplify it"
     except (Exception, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as panic:  # of the library: no Exception

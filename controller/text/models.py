@@ -5,22 +5,21 @@ import json
 import os
 import shutil
 import uuid
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import structlog
 
+from nearline.controller.text.kept import Kept
 from nearline.controller.text.templates import ChatTemplates, Message
 from nearline.controller.text.vocabulary import Vocabulary
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
+from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, Seconds
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 
 FetchFile = Callable[[Digest, str], Awaitable[bytes]]
 Files = Mapping[str, bytes]
-K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 TEXT_FILES = (
@@ -33,6 +32,8 @@ TEXT_FILES = (
 ADDITIONAL_TEMPLATES = "additional_chat_templates/"
 MAX_LOADED = 32
 MAX_ADAPTED = 256
+UNREADABLE_S: Seconds = 60.0
+"""Files that cannot be read though they were fetched anew are not fetched again for this long."""
 
 log = structlog.get_logger(__name__)
 
@@ -130,27 +131,6 @@ def _json(files: Files, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class _Kept(Generic[K, V]):
-    """What was loaded lately, by key, at most `limit` of it. Who asks for the same at once waits for the same."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._tasks: OrderedDict[K, asyncio.Task[V]] = OrderedDict()
-
-    async def get(self, key: K, load: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        task = self._tasks.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._tasks[key] = asyncio.create_task(load(), name=f"text {key}")
-        self._tasks.move_to_end(key)
-        while len(self._tasks) > self._limit:
-            self._tasks.popitem(last=False)
-        return await asyncio.shield(task)
-
-    def forget(self, is_meant: Callable[[K], bool]) -> None:
-        for key in [key for key in self._tasks if is_meant(key)]:
-            del self._tasks[key]
-
-
 class TextModels:
     """All text models in use. Owns: the cached files under `directory` at most MAX_LOADED tokenizers in memory, and the
     compiled templates of at most MAX_ADAPTED adapters that bring their own."""
@@ -158,8 +138,9 @@ class TextModels:
     def __init__(self, directory: Path, fetch_file: FetchFile) -> None:
         self._directory = directory
         self._fetch_file = fetch_file
-        self._loaded: _Kept[Digest, TextModel] = _Kept(MAX_LOADED)
-        self._adapted: _Kept[tuple[Digest, Digest], ChatTemplates | None] = _Kept(MAX_ADAPTED)
+        self._loaded: Kept[Digest, TextModel] = Kept(MAX_LOADED)
+        self._adapted: Kept[tuple[Digest, Digest], ChatTemplates | None] = Kept(MAX_ADAPTED)
+        self._unreadable: dict[Digest, Exception] = {}
         self._unneeded: list[Digest] = []
 
     async def get(self, checkpoint: CheckpointInfo, adapter: CheckpointInfo | None = None) -> TextModel:
@@ -194,11 +175,20 @@ class TextModels:
                 await asyncio.to_thread(shutil.rmtree, self._directory / digest, ignore_errors=True)
 
     async def _built(self, checkpoint: CheckpointInfo, build: Callable[[Files], V]) -> V:
+        digest = checkpoint.digest
+        if digest in self._unreadable:
+            raise self._unreadable[digest].with_traceback(None)
         files = await self._files(checkpoint)
         try:
             return await asyncio.to_thread(build, files)
-        except Exception:  # a crash may have torn what was kept: the next call fetches it
-            await asyncio.to_thread(shutil.rmtree, self._directory / checkpoint.digest, ignore_errors=True)
+        except Exception:  # a crash may have torn what was kept: it is fetched again
+            await asyncio.to_thread(shutil.rmtree, self._directory / digest, ignore_errors=True)
+        files = await self._files(checkpoint)
+        try:
+            return await asyncio.to_thread(build, files)
+        except Exception as error:
+            self._unreadable[digest] = error
+            asyncio.get_running_loop().call_later(UNREADABLE_S, self._unreadable.pop, digest, None)
             raise
 
     async def _files(self, checkpoint: CheckpointInfo) -> Files:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from nearline.controller.http.schemas import ChatBody, parse
 from nearline.protocol import Grammar, GrammarKind
+from nearline.protocol.errors import InvalidRequest
 from tests.controller.http.conftest import FrontDoor
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -106,6 +108,26 @@ async def test_a_deeply_nested_body_is_refused_and_the_door_stays_open(front: Fr
         front.post("/v1/completions", body % deep), front.post("/v1/completions", {"model": "tiny", "prompt": "a"})
     )
     assert [status for status, _, _ in answers] == [400, 200]
+
+
+async def test_a_small_body_crosses_to_no_thread_for_its_schema(
+    front: FrontDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await front.post("/v1/completions", PATHS["/v1/completions"])
+    monkeypatch.setattr(asyncio, "to_thread", None)
+    for wanted in ({"type": "json_object"}, FORMAT):
+        status, answer, _ = await front.post("/v1/completions", PATHS["/v1/completions"] | {"response_format": wanted})
+        assert status == 200, answer
+
+
+def test_a_schema_too_deep_for_text_is_refused_by_name() -> None:
+    deep: Any = {}
+    for _ in range(1200):
+        deep = {"items": deep}
+    wanted = {"type": "json_schema", "json_schema": {"schema": deep}}
+    with pytest.raises(InvalidRequest, match="expected a schema that is nested less deeply") as refused:
+        parse(ChatBody, PATHS["/v1/chat/completions"] | {"response_format": wanted})
+    assert refused.value.param == "response_format.json_schema.schema"
 
 
 async def test_a_stop_string_ends_a_json_answer_too(front: FrontDoor) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,11 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nearline.controller.text.grammars import MAX_CHARS, GrammarChecker, choice_grammar, schema_grammar
-from nearline.protocol import Grammar, GrammarKind
+from nearline.controller.side_process import SideProcess
+from nearline.controller.text import grammars as module
+from nearline.controller.text.grammars import MAX_CHARS, GrammarChecker, choice_grammar
+from nearline.protocol import Grammar, GrammarKind, TenantId
 from nearline.protocol.errors import InvalidRequest, Overloaded
 
 JSON, REGEX, LARK = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK
+TENANT = TenantId("t")
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ async def checker() -> AsyncIterator[GrammarChecker]:
 async def refusal(checker: GrammarChecker, kind: GrammarKind, source: Any) -> str:
     text = source if isinstance(source, str) else json.dumps(source)
     with pytest.raises(InvalidRequest) as caught:
-        await checker.check(Grammar(kind, text), "the_field")
+        await checker.check(Grammar(kind, text), "the_field", TENANT)
     assert caught.value.param == "the_field"
     return caught.value.message
 
@@ -65,11 +70,11 @@ async def test_a_lark_grammar_that_cannot_be_is_refused(checker: GrammarChecker,
 async def test_good_grammars_pass_after_bad_ones(checker: GrammarChecker) -> None:
     for _ in range(2):
         await refusal(checker, REGEX, "(")
-        await checker.check(Grammar(REGEX, "[a-z]+"), "f")
+        await checker.check(Grammar(REGEX, "[a-z]+"), "f", TENANT)
         recursive = {"$ref": "#/$defs/n", "$defs": {"n": {"items": {"$ref": "#/$defs/n"}}}}
-        await checker.check(Grammar(JSON, json.dumps(recursive)), "f")
-        await checker.check(Grammar(JSON, json.dumps({"type": "number", "multipleOf": 0.01})), "f")
-        await checker.check(Grammar(LARK, 'start: "a" start | "b"'), "f")
+        await checker.check(Grammar(JSON, json.dumps(recursive)), "f", TENANT)
+        await checker.check(Grammar(JSON, json.dumps({"type": "number", "multipleOf": 0.01})), "f", TENANT)
+        await checker.check(Grammar(LARK, 'start: "a" start | "b"'), "f", TENANT)
 
 
 async def test_deep_recursive_and_huge_schemas_are_bounded_in_time(checker: GrammarChecker) -> None:
@@ -96,7 +101,7 @@ async def test_a_choice_is_any_text_letter_for_letter(
     table, tokenizer = llguidance.LLTokenizer(source, eos_token=258), Tokenizer.from_str(source)
     choices = ['say "hi"', "back\\slash /", "née 😀 \u2028", "two\nlines\t\x7f", "a|b (c) [d] %e", "yes"]
     grammar = choice_grammar(choices)
-    await checker.check(grammar, "guided_choice")
+    await checker.check(grammar, "guided_choice", TENANT)
     for text, is_choice in [*[(choice, True) for choice in choices], ("no", False), ("yes ", False)]:
         matcher = llguidance.LLMatcher(table, llguidance.LLMatcher.grammar_from_lark(grammar.source), log_level=0)
         ids = tokenizer.encode(text).ids
@@ -130,29 +135,161 @@ async def test_a_grammar_that_kills_whoever_compiles_it_is_refused_and_others_go
 ) -> None:
     """Each of these ends a process by its stack, or takes many seconds of computing."""
     good = Grammar(REGEX, "[a-z]+")
-    refused, _ = await asyncio.gather(refusal(checker, kind, source), checker.check(good, "f"))
+    refused, _ = await asyncio.gather(refusal(checker, kind, source), checker.check(good, "f", TenantId("another")))
     assert "simplify it" in refused
-    await checker.check(Grammar(JSON, json.dumps(chained(100))), "f")
+    await checker.check(Grammar(JSON, json.dumps(chained(100))), "f", TENANT)
 
 
-async def test_a_checker_that_dies_or_whose_caller_leaves_serves_the_next(checker: GrammarChecker) -> None:
-    await checker.check(Grammar(REGEX, "a"), "f")
-    leaving = asyncio.create_task(checker.check(Grammar(*FATAL[2]), "f"))
-    await asyncio.sleep(0.05)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SideProcess, str]]:
+    """Every grammar that a process was asked about, when it was."""
+    found = []
+    ask = SideProcess.ask
+
+    async def noted(process: SideProcess, question: bytes, limit_s: float) -> bytes:
+        found.append((process, question.decode().partition("\n")[2]))
+        return await ask(process, question, limit_s)
+
+    monkeypatch.setattr(SideProcess, "ask", noted)
+    return found
+
+
+async def new_pid(asked: list[tuple[SideProcess, str]], old: int | None = None) -> int:
+    """The process that was asked last, once it is there."""
+    async with asyncio.timeout(60):
+        while not asked or asked[-1][0].pid in (None, old):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    pid = asked[-1][0].pid
+    assert pid is not None
+    return pid
+
+
+async def test_a_check_goes_on_when_its_caller_leaves_and_is_the_next_ones(
+    checker: GrammarChecker, asked: list[tuple[SideProcess, str]]
+) -> None:
+    leaving = asyncio.create_task(checker.check(Grammar(*FATAL[2]), "f", TENANT))
+    await new_pid(asked)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    await checker.check(Grammar(REGEX, "b"), "f")
-    assert "regex" in await refusal(checker, REGEX, "(")
+    assert "simplify it" in await refusal(checker, *FATAL[2])
+    await checker.check(Grammar(REGEX, "b"), "f", TENANT)
+    assert [source for _, source in asked] == [FATAL[2][1], "b"]
+
+
+async def test_a_process_that_another_ends_is_no_fault_of_the_grammar(
+    checker: GrammarChecker, asked: list[tuple[SideProcess, str]]
+) -> None:
+    checking = asyncio.create_task(checker.check(Grammar(*FATAL[2]), "f", TENANT))
+    first = await new_pid(asked)
+    os.kill(first, signal.SIGKILL)
+    os.kill(await new_pid(asked, first), signal.SIGKILL)
+    with pytest.raises(Overloaded, match="try again"):
+        await checking
+    checking = asyncio.create_task(checker.check(Grammar(*FATAL[2]), "f", TENANT))
+    os.kill(await new_pid(asked), signal.SIGKILL)
+    with pytest.raises(InvalidRequest, match="simplify it"):
+        await checking
+    assert len(asked) == 4
+
+
+async def test_a_process_that_cannot_start_is_no_fault_of_the_grammar(
+    checker: GrammarChecker, asked: list[tuple[SideProcess, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="try again"):
+            await checker.check(Grammar(REGEX, "a"), "f", TENANT)
+    assert len(asked) == 4
+
+
+WORKER = """
+import sys
+from nearline.controller.text import grammar_worker
+def fail(grammar):
+    raise {0}
+grammar_worker.problem = fail
+print(grammar_worker._answer(b"regex\\na").decode())
+"""
+
+
+@pytest.mark.parametrize(("error", "is_told"), [("MemoryError", True), ("ValueError", False)])
+async def test_the_process_tells_of_lacking_memory_and_ends_by_a_bug_of_ours(error: str, is_told: bool) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WORKER.format(error)), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert (b"simplify it" in out, process.returncode == 0) == (is_told, is_told)
+
+
+class Gate:
+    """Stands for the processes: answers nothing before it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.is_open = asyncio.Event()
+        monkeypatch.setattr(SideProcess, "ask", self._ask)
+
+    async def _ask(self, question: bytes, limit_s: float) -> bytes:
+        self.asked.append(question.decode().partition("\n")[2])
+        await self.is_open.wait()
+        return b""
+
+
+async def passing(checker: GrammarChecker, sources: list[str], tenant: str) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.create_task(checker.check(Grammar(REGEX, one), "f", TenantId(tenant))) for one in sources]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_tenant_has_one_check_under_way_and_two_have_the_processes(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    tasks = await passing(checker, ["a1", "a2", "a3"], "a")
+    tasks += await passing(checker, ["b1", "b2"], "b")
+    tasks += await passing(checker, ["c1"], "c")
+    assert gate.asked == ["a1", "b1"]
+    gate.is_open.set()
+    await asyncio.gather(*tasks)
+    assert gate.asked[2] == "c1"
+    assert sorted(gate.asked) == ["a1", "a2", "a3", "b1", "b2", "c1"]
+
+
+async def test_who_waits_too_long_for_a_turn_is_told_to_come_again_and_the_others_are_served(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.05)
+    gate = Gate(monkeypatch)
+    tasks = await passing(checker, ["a1", "a2", "a3"], "a")
+    for late in tasks[1:]:
+        with pytest.raises(Overloaded, match="try again") as told:
+            await late
+        assert told.value.retry_after_s == 0.05
+    tasks += await passing(checker, ["b1"], "b")
+    assert gate.asked == ["a1", "b1"]
+    gate.is_open.set()
+    await asyncio.gather(tasks[0], tasks[3])
+    await checker.check(Grammar(REGEX, "a2"), "f", TenantId("a"))
+
+
+async def test_what_many_send_at_once_is_tried_once_and_a_refusal_is_remembered(
+    checker: GrammarChecker, asked: list[tuple[SideProcess, str]]
+) -> None:
+    await asyncio.gather(*[checker.check(Grammar(REGEX, "a"), "f", TenantId(str(n))) for n in range(100)])
+    refusals = await asyncio.gather(*[refusal(checker, REGEX, "(") for _ in range(100)])
+    assert refusals == [await refusal(checker, REGEX, "(")] * 100
+    assert [source for _, source in asked] == ["a", "("]
 
 
 async def test_what_passed_is_not_tried_again(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     known = Grammar(REGEX, "a+")
-    await checker.check(known, "f")
+    await checker.check(known, "f", TENANT)
     await checker.close()
     monkeypatch.setattr("sys.executable", os.devnull)
-    await checker.check(known, "f")
+    await checker.check(known, "f", TENANT)
     with pytest.raises(Overloaded, match="cannot be checked now"):
-        await checker.check(Grammar(REGEX, "b+"), "f")
+        await checker.check(Grammar(REGEX, "b+"), "f", TENANT)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +306,6 @@ async def test_a_number_that_is_none_is_refused_with_its_place(
     checker: GrammarChecker, schema: str, pointer: str
 ) -> None:
     assert f"at {pointer}: numbers are finite" in await refusal(checker, JSON, schema)
-    with pytest.raises(InvalidRequest, match=f"the_field: at {pointer}: numbers are finite"):
-        await schema_grammar(json.loads(schema), "the_field")
 
 
 HORRORS = [
@@ -194,7 +329,7 @@ HORRORS = [
 @pytest.mark.parametrize(("kind", "source"), HORRORS, ids=lambda value: str(value)[:20])
 async def test_hand_made_horrors_are_refused(checker: GrammarChecker, kind: GrammarKind, source: str) -> None:
     assert await refusal(checker, kind, source)
-    await checker.check(Grammar(REGEX, "a"), "f")
+    await checker.check(Grammar(REGEX, "a"), "f", TENANT)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +342,7 @@ async def test_hand_made_horrors_are_refused(checker: GrammarChecker, kind: Gram
     ],
 )
 async def test_what_only_looks_bad_passes(checker: GrammarChecker, kind: GrammarKind, source: str) -> None:
-    await checker.check(Grammar(kind, source), "f")
+    await checker.check(Grammar(kind, source), "f", TENANT)
 
 
 KEYS = st.sampled_from([
@@ -228,24 +363,26 @@ LARKS = st.lists(
 ).map("".join)
 
 
-async def test_no_schema_regex_or_lark_grammar_does_worse_than_be_refused(checker: GrammarChecker) -> None:
+async def test_no_schema_regex_or_lark_grammar_does_worse_than_be_refused(
+    checker: GrammarChecker, asked: list[tuple[SideProcess, str]]
+) -> None:
     """Thousands of odd ones; each is answered, by a process that lives."""
-    await checker.check(Grammar(REGEX, "first"), "f")
-    pid, questions = checker.process.pid, asyncio.get_running_loop()
+    await checker.check(Grammar(REGEX, "first"), "f", TENANT)
+    pid, questions = asked[0][0].pid, asyncio.get_running_loop()
 
     @settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         st.one_of(SCHEMAS.map(lambda s: (JSON, s)), st.text().map(lambda s: (REGEX, s)), LARKS.map(lambda s: (LARK, s)))
     )
     def try_out(case: tuple[GrammarKind, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(asked(*case), questions).result(60)
+        asyncio.run_coroutine_threadsafe(answered(*case), questions).result(60)
 
-    async def asked(kind: GrammarKind, source: Any) -> None:
+    async def answered(kind: GrammarKind, source: Any) -> None:
         try:
-            grammar = Grammar(kind, source) if kind is not JSON else await schema_grammar(source, "f")
-            await checker.check(grammar, "f")
+            grammar = Grammar(kind, source) if kind is not JSON else Grammar(kind, json.dumps(source))
+            await checker.check(grammar, "f", TENANT)
         except InvalidRequest:
             pass
 
     await asyncio.to_thread(try_out)
-    assert checker.process.pid == pid
+    assert {process.pid for process, _ in asked} == {pid}

@@ -259,9 +259,32 @@ async def test_a_file_that_a_crash_has_torn_is_fetched_again(
     (tmp_path / "d" / "tokenizer.json").write_bytes(b"")
     files = ("tokenizer.json",)
     info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", files)
+    assert await (await TextModels(tmp_path, fetch).get(info)).vocabulary.encode("a")
+
+
+async def test_what_cannot_be_read_though_it_was_fetched_anew_is_left_alone_for_a_while(
+    tmp_path: Path, tiny_tokenizer_json: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+    data = b"{"
+
+    async def fetch(digest: Digest, name: str) -> bytes:
+        fetched.append(name)
+        return data
+
+    files = ("tokenizer.json",)
+    info = CheckpointInfo(Digest("d"), CheckpointKind.MODEL, 1, "f", "a", "/m", "float32", files)
+    texts = TextModels(tmp_path, fetch)
+    for _ in range(5):
+        with pytest.raises(Exception, match="EOF"):
+            await texts.get(info)
+    assert fetched == ["tokenizer.json"] * 2
+    monkeypatch.setattr(text_module, "UNREADABLE_S", 0.0)
     texts = TextModels(tmp_path, fetch)
     with pytest.raises(Exception, match="EOF"):
         await texts.get(info)
+    data = json.dumps(tiny_tokenizer_json).encode()
+    await asyncio.sleep(0.01)
     assert await (await texts.get(info)).vocabulary.encode("a")
 
 

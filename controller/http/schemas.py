@@ -103,8 +103,8 @@ class SamplingBody(PromiseFields):
 
     default_temperature: ClassVar[float] = 1.0
 
-    max_tokens: num.CountOrNone | None = None
-    min_tokens: num.CountOrNone = 0
+    max_tokens: num.CountOrZero | None = None
+    min_tokens: num.CountOrZero = 0
     temperature: num.Temperature | None = None
     top_p: num.Share | None = None
     top_k: num.TopK | None = None

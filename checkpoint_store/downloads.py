@@ -1,6 +1,6 @@
 """Where what is fetched lies until its import has ended, and longer if that broke off: one folder per source.
 
-root/downloads/<key of the source>/   locked by the one import that fills it; parts in it are continued by the next
+root/downloads/<hash of source_key>/   locked by the one import that fills it; parts in it are continued by the next
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import xxhash
 
 from nearline.checkpoint_store.convert_types import Reporter
 from nearline.checkpoint_store.http_file import HttpFile
-from nearline.protocol import Seconds
+from nearline.protocol import Seconds, source_key
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError, StorageFull
 
 DOWNLOADS = "downloads"
@@ -32,7 +32,7 @@ def download_folder(source: str, root: Path) -> Iterator[Path]:
     fetch everything again. Raises InvalidRequest when the same source is being imported already.
     """
     _sweep(root / DOWNLOADS)
-    folder = root / DOWNLOADS / xxhash.xxh3_64_hexdigest(source.encode())
+    folder = root / DOWNLOADS / xxhash.xxh3_64_hexdigest(source_key(source).encode())
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, source):
         try:

@@ -61,8 +61,8 @@ def from_hub(name: str, root: Path, reporter: Reporter) -> Iterator[Path]:
     if files and all((snapshot / file).exists() for file in files):
         yield snapshot
         return
-    with download_folder(f"hub:{repo_id}@{listing.sha}", root) as folder:
-        yield _fetch(f"{constants.ENDPOINT}/{repo_id}", str(listing.sha), files, folder / "files", reporter)
+    with download_folder(f"hub:{name}", root) as folder:  # which revision it is, is known only now
+        yield _fetch(f"{constants.ENDPOINT}/{repo_id}", str(listing.sha), files, folder / str(listing.sha), reporter)
 
 
 def _fetch(repository: str, sha: str, files: dict[str, Any], folder: Path, reporter: Reporter) -> Path:

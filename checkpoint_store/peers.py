@@ -25,7 +25,7 @@ from nearline.checkpoint_store.publish_digest import content_digest
 from nearline.checkpoint_store.safetensors_file import open_safetensors
 from nearline.checkpoint_store.types import CHUNK_BYTES, MANIFEST_NAME, WEIGHTS_NAME, Manifest, read_manifest
 from nearline.checkpoint_store.weights_file import WeightsFile
-from nearline.protocol import PEER, Bytes, Digest
+from nearline.protocol import Bytes, Digest
 from nearline.protocol.errors import CheckpointCorrupt, InvalidRequest
 
 _FORM = re.compile(r"peer:([0-9a-f]{32})@(https?://[^,\s]+(?:,https?://[^,\s]+)*)")
@@ -42,7 +42,7 @@ def copy_from_peers(root: Path, source: str, reporter: Reporter) -> Manifest:
     if match is None:
         raise InvalidRequest(f"{source[:200]}: write peer:DIGEST@URL[,URL…]", param="source")
     digest, peers = Digest(match[1]), Peers(Digest(match[1]), match[2].split(","))
-    with download_folder(f"{PEER}{digest}", root) as folder:
+    with download_folder(source, root) as folder:
         manifest, files = _described(peers, digest, folder, root / CHECKPOINTS / digest)
         reporter.make_room(manifest.num_bytes + sum(map(len, files.values())))
         _fetch_weights(peers, manifest, folder / WEIGHTS_NAME, reporter)

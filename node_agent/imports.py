@@ -4,9 +4,10 @@ What was evicted from SSD comes back the same way, from where it came first.
 """
 
 import asyncio
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from nearline.protocol import (
     TaskId,
     from_plain,
     peer_source,
+    source_key,
     to_plain,
 )
 from nearline.protocol.errors import Cancelled, CheckpointCorrupt, ErrorInfo, NearlineError
@@ -48,7 +50,6 @@ class _Job:
     wish: ImportCheckpoint
     tasks: dict[TaskId, None] = field(default_factory=dict)
     runner: "asyncio.Task[None] | None" = None
-    moved: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,14 @@ class _Fetch:
     def moved(self) -> None:
         for moved in self.waiting:
             moved()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Turn:
+    """The right to read a source. Who has it and who waits for it hear when who has it comes further."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    listeners: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Imports:
@@ -84,7 +93,7 @@ class Imports:
         self._endings: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(MAX_RUNNING)
         self._fetches: dict[Digest, _Fetch] = {}
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._turns: weakref.WeakValueDictionary[str, _Turn] = weakref.WeakValueDictionary()
         self._unnamed: dict[Digest, None] = {}
         self._deleting: set[asyncio.Task[None]] = set()
 
@@ -141,9 +150,11 @@ class Imports:
             return
         log.info("fetching a checkpoint again", digest=digest, source=info.source)
         wish = ImportCheckpoint(TaskId(f"fetch-{digest}"), info.kind, info.source, info.base_digest)
-        async with self._turn(info.source):
+        async with self._turn(info.source, fetch.moved):
+            if not self._store.is_remote(digest):  # the import before us has brought it
+                return
             fetch.known.update(manifest.digest for manifest in self._store.checkpoints())
-            found = await self._import(_Job(wish, moved=fetch.moved))
+            found = await self._import(_Job(wish))
         if found.digest != digest:
             if found.digest not in fetch.known:
                 self._unnamed[found.digest] = None
@@ -153,9 +164,16 @@ class Imports:
                 "register the model again"
             )
 
-    def _turn(self, source: str) -> asyncio.Lock:
-        """The lock under which a source is read: the importer refuses one that is being read already."""
-        return self._turns.setdefault(source, asyncio.Lock())
+    @contextlib.asynccontextmanager
+    async def _turn(self, source: str, moved: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+        """Wait to be the one who reads a source: the importer refuses one that is being read already."""
+        turn = self._turns.setdefault(source_key(source), _Turn())
+        turn.listeners.append(moved)
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.listeners.remove(moved)
 
     def _delete_unnamed(self) -> None:
         """Delete what a fetch found instead of what it was to bring, unless an import finds the same for a name."""
@@ -172,8 +190,9 @@ class Imports:
         log.info("fetching a checkpoint from peers", digest=info.digest, peers=peers)
         wish = ImportCheckpoint(TaskId(f"fetch-{info.digest}"), info.kind, source)
         try:
-            async with self._turn(source):
-                await self._import(_Job(wish, moved=moved))
+            async with self._turn(source, moved):
+                if self._store.is_remote(info.digest):
+                    await self._import(_Job(wish))
         except NearlineError as error:
             log.warning("no peer gives the checkpoint", digest=info.digest, code=error.code, error=error.message)
             return False
@@ -257,9 +276,10 @@ class Imports:
             elif "phase" in said:
                 if said["phase"] in ("writing", "copying") and rooms:
                     rooms[-1].written_bytes = said["done_bytes"]
-                if job.moved and (said["phase"], said["done_bytes"]) != last:
+                if (said["phase"], said["done_bytes"]) != last:
                     last = (said["phase"], said["done_bytes"])
-                    job.moved()
+                    for moved in self._turns[source_key(job.wish.source)].listeners:
+                        moved()
                 for task_id in job.tasks:
                     self._send(TaskProgress(task_id, said["phase"], said["done_bytes"], said["total_bytes"]))
         return said

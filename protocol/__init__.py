@@ -27,7 +27,7 @@ from nearline.protocol.instance import (
     TierBandwidth,
 )
 from nearline.protocol.model import AdapterSpec, CheckpointInfo, CheckpointKind, Extent, ModelSpec
-from nearline.protocol.peers import PEER, TOKEN_VARIABLE, peer_source
+from nearline.protocol.peers import PEER, TOKEN_VARIABLE, peer_source, source_key
 from nearline.protocol.quantization import (
     QUANT_FORMATS,
     QuantFormat,
@@ -114,6 +114,7 @@ __all__ = [
     "from_plain",
     "peer_source",
     "quantised_roles",
+    "source_key",
     "split_source",
     "tensor_slots",
     "to_plain",

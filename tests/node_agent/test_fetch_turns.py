@@ -10,7 +10,7 @@ import pytest
 
 from nearline.node_agent.import_process import ImportProcess
 from nearline.node_agent.imports import MAX_RUNNING, Imports
-from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, TaskId, to_plain
+from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, TaskId, peer_source, to_plain
 from nearline.protocol.errors import CheckpointCorrupt
 from nearline.protocol.frames import ImportCheckpoint, ImportFinished
 
@@ -144,6 +144,46 @@ async def test_an_import_and_a_fetch_of_one_source_take_turns(bench: Bench) -> N
     await asyncio.wait_for(fetching, WAIT_S)
     await bench.finish("hub:org/d", "d", number=1)
     await bench.until(lambda: any(isinstance(said, ImportFinished) for said in bench.said))
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["of the source", "from a peer"])
+async def test_a_fetch_that_waits_for_an_import_hears_how_it_goes_on_and_reads_nothing_again(
+    bench: Bench, is_same: bool
+) -> None:
+    source = "hub:org/d" if is_same else peer_source(Digest("d"), ["http://one"])
+    bench.wish(source)
+    process = await bench.process(source)
+    if not is_same:
+        bench.imports.tell_peers(Digest("d"), ("http://two", "http://one"))
+    fetching, moves = bench.fetch("d", "hub:org/d")
+    await asyncio.sleep(0.01)
+    for done_bytes in (10, 20, 20):
+        process.words.put_nowait({"phase": "downloading", "done_bytes": done_bytes, "total_bytes": 90})
+    await bench.until(lambda: len(moves) >= 2)
+    await bench.finish(source, "d")
+    await asyncio.wait_for(fetching, WAIT_S)
+    assert len(moves) == 2
+    assert bench.processes == {source: [process]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("hub:org/d", "int8:hub:org/d"),
+        ("https://host/d", "int4:https://host/d"),
+        ("hub:org/d@main", "hub:org/d"),
+        ("peer:d@http://one", "peer:d@http://two,http://one"),
+    ],
+)
+async def test_what_the_importer_reads_as_one_source_is_read_in_turns(bench: Bench, one: str, other: str) -> None:
+    bench.wish(one)
+    await bench.process(one)
+    bench.wish(other)
+    await asyncio.sleep(0.01)
+    assert other not in bench.processes
+    await bench.finish(one, "d")
+    await bench.finish(other, "e")
+    await bench.until(lambda: len([said for said in bench.said if isinstance(said, ImportFinished)]) == 2)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["named before", "named after"])

@@ -150,7 +150,7 @@ def test_requests_that_no_copy_can_serve_are_refused_at_once_and_a_copy_without_
     assert w.ended["r2"] == "start_timeout"
 
 
-def test_the_pause_grows_as_long_as_what_arrives_is_refused_and_is_short_again_once_a_replica_has_started_there() -> None:
+def test_the_pause_grows_while_what_arrives_is_refused_and_is_short_again_once_a_replica_has_started_there() -> None:
     w = two_wanted()
     node = w.add_node(report("n2"))
     for pause_s in (2.0, 4.0, 8.0):

@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
 # Without an NVIDIA GPU the CPU build of torch does, a tenth of the size where pip's index has one (PIP_EXTRA_INDEX_URL).
 TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
@@ -13,26 +14,26 @@ TORCH := $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 demo: $(READY) $(MODEL)
 	$(BIN)/nearline demo
 
-test: $(READY) $(MODEL)
+test: $(DEV) $(MODEL)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
-test-all: $(READY) $(MODEL)
+test-all: $(DEV) $(MODEL)
 	$(BIN)/python -m pytest -q -m "not gpu" --hypothesis-profile=exploring
 
-check: $(READY)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) $(MODEL)
+bench: $(DEV) $(MODEL)
 	$(BIN)/python -m benchmarks.cold_start
 
 # A copy of the packages with the minds as machine code: PYTHONPATH=build/compiled nearline simulate …
-compiled: $(READY)
+compiled: $(DEV)
 	$(BIN)/python -m nearline.simulator.compiled
 
 $(READY): pyproject.toml Makefile
@@ -40,10 +41,15 @@ $(READY): pyproject.toml Makefile
 	@test -x $(BIN)/python || { echo "· creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "· installing torch (the largest part, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@echo "· installing nearline and its tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@echo "· installing nearline"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@$(BIN)/python -m nearline.kernels
 	@touch $(READY)
+
+$(DEV): $(READY)
+	@echo "· installing what its tests and checks need"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $(DEV)
 
 $(MODEL): | $(READY)
 	@echo "· fetching SmolLM2-135M-Instruct (93 MB, once)"

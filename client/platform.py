@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,6 +25,8 @@ from nearline.protocol.secret_files import write_secret
 START_TIMEOUT_S = 60.0
 POLL_S = 0.02
 LOG_CHECK_S = 5.0
+STOP_GRACE_S = 10.0
+QUIET_STOP_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +74,7 @@ async def running_platform(config: PlatformConfig, say: Callable[[str], None]) -
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
-            for child in reversed(platform.children):
-                await child.stop(grace_s=10.0)
+            await _stop_all(platform.children, say)
             shutil.rmtree(sockets, ignore_errors=True)
 
 
@@ -115,6 +117,20 @@ async def _start_all(
     await _start(platform, agent, lambda: True)
     keepers += [asyncio.create_task(child.keep_running(_restart_notice(say))) for child in platform.children]
     keepers.append(asyncio.create_task(_keep_logs_small(platform.children)))
+
+
+async def _stop_all(children: list[Child], say: Callable[[str], None]) -> None:
+    """The controller first: the requests that it lets finish need their nodes. Asked again, it lets none."""
+    controller = next((child for child in children if child.name == "controller"), None)
+    if controller is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, controller.terminate)
+        stopping = asyncio.create_task(controller.stop(STOP_GRACE_S))
+        if not (await asyncio.wait({stopping}, timeout=QUIET_STOP_S))[0]:
+            say("letting requests finish; Ctrl-C again ends at once")
+        await stopping
+    for child in reversed(children):
+        await child.stop(STOP_GRACE_S)
 
 
 async def _keep_logs_small(children: list[Child]) -> None:

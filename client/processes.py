@@ -86,8 +86,7 @@ class Child:
         """SIGTERM, wait, then SIGKILL."""
         if not self.is_running or self.process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
+        self.terminate()
         try:
             async with asyncio.timeout(grace_s):
                 await self.process.wait()
@@ -95,6 +94,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
+
+    def terminate(self) -> None:
+        """Send SIGTERM, again if it had one."""
+        if self.is_running and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
 
     def log_tail(self, num_lines: int = 8) -> str:
         """The last lines the child wrote, for an error message."""

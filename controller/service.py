@@ -64,10 +64,7 @@ class ServiceConfig:
 
 async def serve(config: ServiceConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises NearlineError when the start fails or another controller takes over."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     _check_data_dir(config.data_dir)
     async with AsyncExitStack() as stack:
         state = State(config.redis_url, config.key_prefix)
@@ -153,11 +150,12 @@ class _Front:
         workers = [self._start("job worker", worker.serve()), self._start("texts", _tend_texts(door, self._needed))]
         try:
             await self._stop.wait()
+            is_urged = stop_signal()
             log.info("stopping", reason=self._failures[0] if self._failures else "asked to")
             await site.stop()
             await _cancel(workers)
             if not self._failures:
-                await _drain(door)
+                await _drain(door, is_urged)
         finally:
             await _cancel([*keepers, *workers])
             if config.url_file is not None:
@@ -187,10 +185,10 @@ async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _drain(door: Door) -> None:
-    """Let requests under way finish, for a while."""
+async def _drain(door: Door, is_urged: asyncio.Event) -> None:
+    """Let requests under way finish, for a while, or until somebody asks a second time."""
     deadline = asyncio.get_running_loop().time() + SHUTDOWN_S
-    while asyncio.get_running_loop().time() < deadline:
+    while asyncio.get_running_loop().time() < deadline and not is_urged.is_set():
         if not any(row["num_running"] + row["num_waiting"] for row in door.runtime.snapshot()["models"]):
             return
         await asyncio.sleep(0.05)
@@ -265,6 +263,14 @@ async def _connect(state: State) -> None:
             if loop.time() >= deadline:
                 raise StateUnavailable(f"{error.message} (waited {CONNECT_LIMIT_S:g} s; is --redis right?)") from None
             await asyncio.sleep(0.2)
+
+
+def stop_signal() -> asyncio.Event:
+    """An event that the next SIGTERM or SIGINT sets, and no longer an earlier one."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:

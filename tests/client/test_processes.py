@@ -1,11 +1,14 @@
 """A child of `nearline up`: what it writes is kept within bounds while it writes on."""
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from nearline.client.platform import _stop_all
 from nearline.client.processes import Child
 from nearline.protocol.log_files import MAX_SERVICE_LOG_BYTES, older
 
@@ -18,6 +21,15 @@ for turn in range({NUM_TURNS}):
     for number in range({NUM_LINES}):
         print(f"{{turn}} {{number:{LINE_BYTES - 3}d}}")
     sys.stdout.flush()
+"""
+
+STUBBORN = """
+import pathlib, signal, sys
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+pathlib.Path(sys.argv[1]).touch()
+while len(asked) < 2:
+    signal.pause()
 """
 
 
@@ -39,3 +51,26 @@ async def test_a_chatty_childs_log_stays_small_and_keeps_every_line_between_two_
     await child.process.wait()
     assert NUM_LINES * LINE_BYTES < MAX_SERVICE_LOG_BYTES < 2 * NUM_LINES * LINE_BYTES
     assert (child.log.read_bytes(), older(child.log).read_bytes().count(b"\n")) == (b"", 2 * NUM_LINES)
+
+
+async def test_the_controller_stops_while_its_nodes_run_and_at_once_when_asked_again(tmp_path: Path) -> None:
+    agent = Child("node_agent", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "agent.log")
+    command = [sys.executable, "-c", STUBBORN, str(tmp_path / "up")]
+    children = [Child("valkey", agent.command, tmp_path / "v.log"), Child("controller", command, tmp_path / "c.log")]
+    children.append(agent)
+    for child in children:
+        await child.start()
+    await asyncio.to_thread(_until, (tmp_path / "up").exists)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        assert all(child.is_running for child in children)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    await _stop_all(children, say)
+    assert said == ["letting requests finish; Ctrl-C again ends at once"]
+    assert not any(child.is_running for child in children)
+    controller = children[1].process
+    assert controller is not None
+    assert controller.returncode == 0, "it was not killed"

@@ -11,11 +11,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nearline.controller.__main__ import main
+from nearline.controller.service import _drain, stop_signal
 from tests.controller.conftest import Valkey, wait_for_exit
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -77,6 +79,18 @@ def test_a_controller_starts_tells_its_address_and_stops_when_asked(start: Start
     process.send_signal(signal.SIGTERM)
     assert wait_for_exit(process) == 0
     assert not (tmp_path / "one.url").exists()
+
+
+async def test_asked_a_second_time_it_waits_for_no_request() -> None:
+    looks: list[int] = []
+
+    def busy() -> dict[str, Any]:
+        looks.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"models": [{"num_running": 1, "num_waiting": 0}]}
+
+    await _drain(SimpleNamespace(runtime=SimpleNamespace(snapshot=busy)), stop_signal())  # type: ignore[arg-type]
+    assert len(looks) < 10, "eight seconds are more than a hundred looks"
 
 
 @pytest.mark.parametrize(("host", "status"), [("0.0.0.0", 200), ("::", 200), ("127.0.0.1", 403), ("localhost", 403)])

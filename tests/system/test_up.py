@@ -75,6 +75,17 @@ def test_it_leaves_no_process_socket_or_shared_memory(tmp_path: Path, tiny_model
     assert not [path for path in data.rglob("*") if path.is_socket()]
 
 
+def test_a_stream_that_runs_when_it_is_asked_to_stop_comes_to_its_end(tmp_path: Path, tiny_model: Path) -> None:
+    with running(tmp_path / "data") as platform, platform.client() as client:
+        register(client, "tiny", tiny_model)
+        events = client.function("tiny").stream("hi", max_tokens=600, ignore_eos=True)
+        next(events)
+        platform.process.send_signal(signal.SIGINT)
+        *_, last = events
+        assert last["finish_reason"] == "length"
+        assert platform.stop() == 0
+
+
 def test_a_token_that_a_crash_left_empty_is_named_and_nobody_let_in(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "node.token").write_text("")

@@ -165,7 +165,7 @@ class JobWorker:
         lease = asyncio.create_task(self._keep_lease(job))
         started_at = time.monotonic()
         try:
-            result = await self._run(job, lambda: self._store.mark_running(job))
+            result = await self._run(job, lambda: self._mark_running(job))
             self._ending.add(job.job_id)
             await self._forever("result", lambda: self._store.succeed(job, result))
         except asyncio.CancelledError:
@@ -180,6 +180,11 @@ class JobWorker:
             self._ending.discard(job.job_id)
             lease.cancel()
         log.info("job_attempt_ended", job_id=job_id, attempt=job.attempt, seconds=time.monotonic() - started_at)
+
+    async def _mark_running(self, job: Job) -> None:
+        """Say that the first token came. It only informs, so a store that cannot take it costs no run."""
+        with suppress(StateUnavailable, StorageFull):
+            await self._store.mark_running(job)
 
     async def _failed(self, job: Job, error: Exception) -> None:
         log.warning("job_attempt_failed", job_id=job.job_id, attempt=job.attempt, error=repr(error))

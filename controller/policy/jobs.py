@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nearline.protocol import Seconds, Slo, SloClass
-from nearline.protocol.errors import ERRORS, Busy, DeadlineExceeded, NearlineError
+from nearline.protocol.errors import ERRORS, Busy, DeadlineExceeded, NearlineError, StorageFull
 
 SOON_S: Seconds = 120.0
 """A job due within this time belongs to the class that must start within a minute."""
@@ -43,13 +43,15 @@ def promise(left_s: Seconds | None) -> Slo:
 def verdict(error: BaseException, attempt: int, pauses_s: tuple[Seconds, Seconds] = PAUSES_S) -> Verdict:
     """Judge an attempt (from 1) that ended with an error; what is no error of ours may be anything, so it is retried.
 
-    The error's own `retry_after_s` is the pause if it has one, else the pause doubles with every attempt.
+    The error's own `retry_after_s` is the pause if it has one, else the pause doubles with every attempt. A caller who
+    waits is told at once that memory or a disk is full; a job has time until there is room again.
     """
     if isinstance(error, DeadlineExceeded):
         return Expire()
-    if isinstance(error, NearlineError) and not ERRORS[type(error)].is_retryable:
+    is_full = isinstance(error, StorageFull)
+    if isinstance(error, NearlineError) and not ERRORS[type(error)].is_retryable and not is_full:
         return Fail()
     asked_s = error.retry_after_s if isinstance(error, NearlineError) else None
     first_s, last_s = pauses_s
     pause_s = min(last_s, first_s * 2.0 ** min(attempt - 1, 10)) if asked_s is None else asked_s
-    return Retry(pause_s, is_failure=not isinstance(error, Busy))
+    return Retry(pause_s, is_failure=not (is_full or isinstance(error, Busy)))

@@ -22,6 +22,7 @@ from nearline.protocol.errors import (
     JobNotFound,
     Overloaded,
     StateUnavailable,
+    StorageFull,
 )
 from tests.controller.conftest import Valkey
 
@@ -367,6 +368,29 @@ async def test_an_outage_interrupts_and_loses_nothing(own_valkey: Valkey) -> Non
         assert (await b.store.wait(running, ANN, WAIT_S)).state is JobState.SUCCEEDED
         after = await b.store.submit(request())
         assert (await b.store.wait(after, ANN, WAIT_S)).state is JobState.SUCCEEDED
+    finally:
+        await b.close()
+        await state.close()
+
+
+async def test_a_store_that_is_full_at_the_first_token_costs_no_attempt(own_valkey: Valkey) -> None:
+    state = State(own_valkey.url)
+
+    async def full(job: Job, started: Started) -> dict[str, Any]:
+        await state.redis.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(StorageFull):
+                await b.store.mark_running(job)
+            await started()
+        finally:
+            await state.redis.config_set("maxmemory", 0)
+        return {}
+
+    b = Bench(state, full)
+    try:
+        b.hire()
+        job = await b.store.wait(await b.store.submit(request()), ANN, WAIT_S)
+        assert (job.state, job.attempt) == (JobState.SUCCEEDED, 1)
     finally:
         await b.close()
         await state.close()

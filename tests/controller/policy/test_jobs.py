@@ -4,7 +4,14 @@ import pytest
 
 from nearline.controller.policy.jobs import Expire, Fail, Retry, Verdict, promise, verdict
 from nearline.protocol import SloClass
-from nearline.protocol.errors import DeadlineExceeded, InstanceFailed, InvalidRequest, ModelNotFound, Overloaded
+from nearline.protocol.errors import (
+    DeadlineExceeded,
+    InstanceFailed,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    StorageFull,
+)
 
 ROWS: list[tuple[BaseException, int, Verdict]] = [
     (DeadlineExceeded("late"), 1, Expire()),
@@ -14,6 +21,7 @@ ROWS: list[tuple[BaseException, int, Verdict]] = [
     (InstanceFailed("died"), 4, Retry(8.0, True)),
     (InstanceFailed("died"), 900, Retry(30.0, True)),
     (Overloaded("full", retry_after_s=17.0), 2, Retry(17.0, False)),
+    (StorageFull("no room"), 1, Retry(1.0, False)),
     (KeyError("a defect of ours"), 2, Retry(2.0, True)),
 ]
 

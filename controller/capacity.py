@@ -14,7 +14,7 @@ from nearline.controller.choices import Choices
 from nearline.controller.config import CoreConfig
 from nearline.controller.copying import CopyDesk
 from nearline.controller.estimate import bytes_by_tier, startup, taken_s
-from nearline.controller.events import PlanSolved
+from nearline.controller.events import MeasurementBegan, MeasurementEnded, PlanSolved
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import patience, scaling
 from nearline.controller.policy.agreement import rank
@@ -84,6 +84,16 @@ class CapacityDesk:
         reason = "its model was removed" if instance.model.is_retired else f"idle for {idle_s:.1f} s"
         self._machines.stop(instance, self._config.stop_drain_s, reason, now)
         self.schedule_idle(instance.model)
+
+    def measured(self, event: MeasurementBegan | MeasurementEnded) -> None:
+        """Keep a checkpoint's instances awake while it is measured, though not from those who wait for their slots."""
+        for model in self._fleet.models.values():
+            if model.digest == event.digest:
+                if isinstance(event, MeasurementBegan):
+                    model.measurements[event.task_id] = None
+                else:
+                    model.measurements.pop(event.task_id, None)
+                self._agenda.touch(model)
 
     def plan(self, now: Seconds) -> None:
         """Give every model that wants an instance the best place there is, the most urgent model first."""

@@ -40,6 +40,8 @@ def subject(item: Item) -> Subject:
             return Subject()
         case happened.CheckpointImported() | happened.CopyFailed() | do.CopyCheckpoint() | do.DeleteCheckpoint():
             return Subject()
+        case happened.MeasurementBegan() | happened.MeasurementEnded():
+            return Subject()
         case do.Preload() | do.SolvePlan() | happened.PlanSolved() | do.WakeAt() | happened.Woke():
             return Subject()
         case _:

@@ -14,6 +14,8 @@ from nearline.controller.events import (
     Event,
     FirstToken,
     InstanceChanged,
+    MeasurementBegan,
+    MeasurementEnded,
     ModelAdded,
     ModelRemoved,
     NodeJoined,
@@ -104,6 +106,8 @@ class ControllerCore:
                 self._machines.imported(node_id, checkpoint)
             case CopyFailed():
                 self._copies.failed(event, now)
+            case MeasurementBegan() | MeasurementEnded():
+                self._capacity.measured(event)
             case PlanSolved():
                 self._agenda.is_plan_due = self._capacity.solved(event)
             case Woke():

@@ -15,6 +15,7 @@ from nearline.protocol import (
     NodeReport,
     RequestId,
     Slo,
+    TaskId,
     TenantId,
 )
 from nearline.protocol.errors import ErrorInfo
@@ -144,6 +145,22 @@ class SequenceEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasurementBegan:
+    """The steps of a checkpoint are going to be measured: its instances stay awake until MeasurementEnded."""
+
+    task_id: TaskId
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementEnded:
+    """It is finished or has failed, or nobody waits for it any more."""
+
+    task_id: TaskId
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSolved:
     """The answer to SolvePlan of this version; None: nothing was found in time."""
 
@@ -159,5 +176,5 @@ class Woke:
 Event = (
     ModelAdded | ModelRemoved | AdapterAdded | AdapterRemoved | NodeJoined | NodeReported | NodeLost
     | CheckpointImported | CopyFailed | InstanceChanged | RequestArrived | RequestCancelled | RequestRejected
-    | FirstToken | SequenceEnded | PlanSolved | Woke
+    | FirstToken | SequenceEnded | MeasurementBegan | MeasurementEnded | PlanSolved | Woke
 )  # fmt: skip

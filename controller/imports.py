@@ -1,7 +1,7 @@
 """Bytes that cross the controller's path: imports it asks nodes for, and small text files it fetches from them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
@@ -10,11 +10,11 @@ import aiohttp
 import structlog
 
 from nearline.controller.actions import CopyCheckpoint
-from nearline.controller.events import CopyFailed
+from nearline.controller.events import CopyFailed, MeasurementBegan, MeasurementEnded
 from nearline.controller.node_link import NodeLinks
 from nearline.controller.policy.imports import copy_place, import_place, peer_urls
 from nearline.controller.shown import shown
-from nearline.controller.state import Fleet, NodeRecord
+from nearline.controller.state import Fleet, InstanceRecord, NodeRecord
 from nearline.protocol import Bytes, CheckpointInfo, CheckpointKind, Digest, NodeId, TaskId, peer_source
 from nearline.protocol.errors import (
     CheckpointCorrupt,
@@ -46,6 +46,7 @@ _RETRY_S = 5.0
 MAX_FILE_BYTES = 64 << 20
 Outcome = ImportFinished | TaskFinished | ProfileFinished
 Progress = TaskProgress | ProfileProgress
+Measurement = MeasurementBegan | MeasurementEnded
 ImportFrame = Progress | Outcome | TaskFailed
 log = structlog.get_logger(__name__)
 
@@ -157,19 +158,31 @@ class Imports:
                 "it is removed there, verify the model on the other nodes"
             )
 
-    async def profile(self, digest: Digest) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
-        """Measure a checkpoint's steps on the least busy instance of it. Raises Overloaded without a ready instance,
-        and what the node refuses it with."""
-        running = [i for i in self._fleet.instances.values() if i.spec.digest == digest and i.is_usable]
-        if not running:
-            raise Overloaded("no instance of this model is ready to be measured; try again", retry_after_s=_RETRY_S)
-        chosen = min(running, key=lambda instance: (len(instance.in_flight), instance.instance_id))
-        node_id, task_id = chosen.node.node_id, TaskId(self._next_id("profile"))
-        wish = ProfileInstance(task_id, chosen.instance_id)
-        async with aclosing(self._follow(node_id, task_id, wish)) as frames:
-            async for frame in frames:
-                assert isinstance(frame, (ProfileProgress, ProfileFinished)), f"{task_id} is a profile"
-                yield node_id, frame
+    async def profile(
+        self, digest: Digest, start: Callable[[], Awaitable[None]], tell: Callable[[Measurement], None]
+    ) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
+        """Measure a checkpoint's steps on its least busy instance, after `start` if none is ready. By `tell` the core
+        hears of it, and keeps instances awake meanwhile. Raises Overloaded without a ready instance, what `start`
+        raises and what the node refuses it with."""
+        task_id = TaskId(self._next_id("profile"))
+        tell(MeasurementBegan(task_id, digest))
+        try:
+            if not self._usable(digest):
+                await start()
+            running = self._usable(digest)
+            if not running:
+                raise Overloaded("no instance of this model is ready to be measured; try again", retry_after_s=_RETRY_S)
+            chosen = min(running, key=lambda instance: (len(instance.in_flight), instance.instance_id))
+            node_id, wish = chosen.node.node_id, ProfileInstance(task_id, chosen.instance_id)
+            async with aclosing(self._follow(node_id, task_id, wish)) as frames:
+                async for frame in frames:
+                    assert isinstance(frame, (ProfileProgress, ProfileFinished)), f"{task_id} is a profile"
+                    yield node_id, frame
+        finally:
+            tell(MeasurementEnded(task_id, digest))
+
+    def _usable(self, digest: Digest) -> list[InstanceRecord]:
+        return [i for i in self._fleet.instances.values() if i.spec.digest == digest and i.is_usable]
 
     async def evict(self, digest: Digest) -> Bytes:
         """Give a checkpoint's DRAM back wherever it is not pinned; return the bytes freed. Raises NodeLost."""

@@ -7,7 +7,7 @@ are no locks because there is one writer. Actions never wait; what they lead to 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Container, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -187,10 +187,10 @@ class Runtime:
         return self._imports.copy(checkpoint, node_id)
 
     def profile_checkpoint(
-        self, digest: Digest
+        self, digest: Digest, start: Callable[[], Awaitable[None]]
     ) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
-        """Measure a checkpoint's steps on an instance of it. Raises Overloaded, InstanceFailed, NodeLost."""
-        return self._imports.profile(digest)
+        """Measure steps on an instance, after `start` if none is ready. Raises Overloaded, InstanceFailed, NodeLost."""
+        return self._imports.profile(digest, start, self._post)
 
     async def evict_checkpoint(self, digest: Digest) -> Bytes:
         """Give a checkpoint's DRAM back wherever it is not pinned; return the bytes freed. Raises NodeLost."""

@@ -34,6 +34,7 @@ from nearline.protocol import (
     Residency,
     Seconds,
     StepProfile,
+    TaskId,
     Tier,
 )
 
@@ -212,6 +213,7 @@ class ModelRecord:
     sharing: Sharing = field(default_factory=Sharing)
     spare_since: Seconds | None = None
     last_start_s: Seconds = 0.0
+    measurements: dict[TaskId, None] = field(default_factory=dict)
     digest: Digest = field(init=False)
     key: ModelKey = field(init=False)
 

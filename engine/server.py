@@ -299,7 +299,7 @@ class EngineServer:
             log.info("unbinding %s", self._instance.spec.instance_id)
             self._compiler.forget_all()
             self._tell()
-            self._end_profile("the instance was stopped")
+            self._end_profile("the instance was stopped, as it is when others wait for its slot")
             self._instance.close()
         self._sources.unbound()
         self._reader.give_up_all()

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import structlog
@@ -106,8 +107,8 @@ async def _profile(door: Door, name: str, checkpoint: CheckpointInfo, tenant: Te
     instances = door.runtime.snapshot()["instances"]
     if not any(row["digest"] == checkpoint.digest and row["state"] == "ready" for row in instances):
         yield {"phase": "starting", "node": None, "done_steps": 0, "total_steps": 0}
-        await _start(door, ModelId(name), checkpoint, tenant)
-    async with aclosing(door.runtime.profile_checkpoint(checkpoint.digest)) as frames:
+    start = partial(_start, door, ModelId(name), checkpoint, tenant)
+    async with aclosing(door.runtime.profile_checkpoint(checkpoint.digest, start)) as frames:
         async for node_id, frame in frames:
             if isinstance(frame, ProfileProgress):
                 steps = {"done_steps": frame.done_steps, "total_steps": frame.total_steps}

@@ -3,7 +3,7 @@
 Live, controller/runtime.py and its handles do this; tests drive the same routes with a scripted one.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Container
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -79,9 +79,10 @@ class FleetPort(Protocol):
         ...
 
     def profile_checkpoint(
-        self, digest: Digest
+        self, digest: Digest, start: Callable[[], Awaitable[None]]
     ) -> AsyncGenerator[tuple[NodeId, ProfileProgress | ProfileFinished], None]:
-        """Measure a checkpoint's steps on an instance of it; the last item is ProfileFinished."""
+        """Measure a checkpoint's steps on an instance of it, after `start` if none is ready; the last item is
+        ProfileFinished."""
         ...
 
     async def evict_checkpoint(self, digest: Digest) -> Bytes:

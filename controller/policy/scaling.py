@@ -40,13 +40,14 @@ def wanted(model: ModelView, config: CoreConfig) -> Wanted:
 
 
 def expires_at(instance: InstanceView) -> Seconds | None:
-    """When this instance has been idle for its model's keep-alive, or None if it stays."""
+    """When this instance has been idle for its model's keep-alive, or None if it stays: also while its steps are
+    measured."""
     keep_alive_s = instance.model.spec.keep_alive_s
     if instance.idle_since is None or not instance.is_usable:
         return None
     if instance.model.is_retired:
         return instance.idle_since
-    if keep_alive_s < 0 or instance.model.num_live <= instance.model.spec.min_replicas:
+    if keep_alive_s < 0 or instance.model.measurements or instance.model.num_live <= instance.model.spec.min_replicas:
         return None
     if instance.model.spec.keep_alive_min_s is not None:
         return _learned_end(instance, instance.idle_since, instance.model.spec.keep_alive_min_s)
@@ -70,9 +71,10 @@ def _learned_end(instance: InstanceView, idle_since: Seconds, least_s: Seconds) 
 
 
 def has_spare(model: ModelView, num_usable: int, now: Seconds, config: CoreConfig) -> bool:
-    """Whether one replica fewer would do: nobody waits, and the others would not be busier than `scale_in_load`."""
+    """Whether one replica fewer would do: nobody waits, nobody measures steps, and the others would not be busier than
+    `scale_in_load`."""
     others = num_usable - 1
-    if others < max(1, model.spec.min_replicas) or model.queue.num_waiting:
+    if others < max(1, model.spec.min_replicas) or model.queue.num_waiting or model.measurements:
         return False
     places = min(i.max_running for i in model.instances.values() if i.is_usable) * others
     busy = max(float(model.num_running), model.demand.busy_places(model.service_s, now))

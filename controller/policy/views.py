@@ -19,6 +19,7 @@ from nearline.protocol import (
     RequestId,
     Residency,
     Seconds,
+    TaskId,
     Tier,
 )
 
@@ -88,6 +89,8 @@ class ModelView(Protocol):
     def quiet_since(self) -> Seconds | None: ...
     @property
     def demand(self) -> Demand: ...
+    @property
+    def measurements(self) -> Mapping[TaskId, None]: ...
     @property
     def failed_nodes(self) -> Mapping[NodeId, None]: ...
 

@@ -9,7 +9,7 @@ from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
 from nearline.controller.core import ControllerCore
 from nearline.controller.policy import dispatch
-from nearline.protocol import InstanceState, ModelId, SloClass
+from nearline.protocol import Digest, InstanceState, ModelId, SloClass, TaskId
 from nearline.protocol.errors import ErrorInfo, InstanceFailed, OutOfMemory
 from tests.controller.fleets import FakeInstance, World, model, report, slo
 
@@ -121,6 +121,12 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.01, 0.5, 3.0, 20.0)))
     def sleep(self, seconds: float) -> None:
         self.world.sleep(seconds)
+
+    @rule(name=st.sampled_from(MODELS), number=st.integers(1, 2), begins=st.booleans())
+    def measure(self, name: str, number: int, begins: bool) -> None:
+        """Ends may come alone or twice: a measurement may outlive the model it was of."""
+        kind = happened.MeasurementBegan if begins else happened.MeasurementEnded
+        self.world.post(kind(TaskId(f"profile-{number}"), Digest(f"digest-of-{name}")))
 
     @rule(name=st.sampled_from(MODELS), change=st.sampled_from(("new", "old", "gone")))
     def register(self, name: str, change: str) -> None:

@@ -3,10 +3,10 @@
 import pytest
 
 from nearline.controller.config import CoreConfig
-from nearline.controller.policy.scaling import backoff_s, expires_at, residence_ends_at, wanted
+from nearline.controller.policy.scaling import backoff_s, expires_at, has_spare, residence_ends_at, wanted
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
-from nearline.protocol import InstanceId, InstanceSpec, InstanceState
+from nearline.protocol import InstanceId, InstanceSpec, InstanceState, TaskId
 from tests.controller.fleets import info, model, report
 
 CONFIG = CoreConfig(scale_out_factor=1.0)
@@ -63,6 +63,16 @@ def test_wanted_replicas(waiting: int, states: str, limits: tuple[int, int], exp
 def test_idle_instances_expire(states: str, keep_alive_s: float, minimum: int, expected: float | None) -> None:
     made = record(0, states, keep_alive_s=keep_alive_s, min_replicas=minimum)
     assert expires_at(made.instances[InstanceId("i0")]) == expected
+
+
+def test_nothing_expires_and_nothing_is_spare_while_steps_are_measured() -> None:
+    made = record(0, "RR", keep_alive_s=30.0)
+    assert has_spare(made, 2, 100.0, CONFIG)
+    made.measurements[TaskId("profile-1")] = None
+    assert not has_spare(made, 2, 100.0, CONFIG)
+    assert expires_at(made.instances[InstanceId("i0")]) is None
+    made.retire()
+    assert expires_at(made.instances[InstanceId("i0")]) == 100.0
 
 
 def test_an_instance_of_a_removed_model_expires_as_soon_as_it_is_idle() -> None:

@@ -18,12 +18,12 @@ from nearline.controller.events import MeasurementBegan, MeasurementEnded, PlanS
 from nearline.controller.machines import MachineDesk
 from nearline.controller.policy import patience, scaling
 from nearline.controller.policy.agreement import rank
-from nearline.controller.policy.placement import Need, NoPlace, Placement
+from nearline.controller.policy.placement import Need, NoPlace, Placement, place
 from nearline.controller.policy.views import InstanceView
 from nearline.controller.requests import RequestDesk
 from nearline.controller.state import Fleet, InstanceRecord, ModelKey, ModelRecord
 from nearline.protocol import InstanceId, InstanceSpec, NodeId, Seconds
-from nearline.protocol.errors import ErrorInfo, NodeLost, OutOfMemory
+from nearline.protocol.errors import ErrorInfo, NodeLost, OutOfMemory, StartTimeout
 
 _STARVED, _BELOW_MINIMUM, _GROWING = range(3)
 _PATIENCE_STEP_S = 0.1
@@ -244,26 +244,43 @@ class CapacityDesk:
 
     def _no_place(self, model: ModelRecord, need: Need, found: NoPlace, now: Seconds) -> None:
         """Have a place made, if one can be; else refuse who waits. While bytes come `start_timeout` bounds the wait."""
+        is_held = not found.is_hopeless and self._is_held(model, need, now)
+        if is_held:
+            found = NoPlace("minimum replicas of other models hold every slot on the nodes with its bytes")
         model.wait_reason = found.reason
-        if model.num_live < model.spec.min_replicas:
+        if model.num_live < model.spec.min_replicas or is_held or (not found.is_hopeless and self._is_late(model, now)):
             model.wait_reason = self._copies.bring(model, need, found, now)
-        if not found.is_hopeless or self._copies.is_coming(model.digest, now):
+        if not (found.is_hopeless or is_held) or self._copies.is_coming(model.digest, now):
             model.unplaceable_since = None
             return
         if model.unplaceable_since is None:
             model.unplaceable_since = now
-        until = model.unplaceable_since + self._config.unplaceable_timeout_s
+        bound_s = self._config.unplaceable_timeout_s
+        until = max(model.unplaceable_since, model.starved_since or 0.0) + bound_s
+        text = f"model {model.spec.model_id!r} cannot run: {model.wait_reason}"
         if found.is_too_big:
             text = f"{found.reason}; give a node more memory (`--pool-bytes`) or use a smaller model"
             self._requests.reject_waiting(model, ErrorInfo.of(OutOfMemory(text)), "fits on no node", now)
-        elif now >= until:
-            text = f"model {model.spec.model_id!r} cannot run: {found.reason}; start or reconnect a node that can"
-            error = ErrorInfo.of(NodeLost(text, retry_after_s=self._config.unplaceable_timeout_s))
-            self._requests.reject_waiting(model, error, "no node for too long", now)
-        else:
+        elif now < until:
             self._replan_by(until)
             return
+        elif is_held:
+            held = StartTimeout(f"{text}; lower a `min_replicas` or add a node", retry_after_s=bound_s)
+            self._requests.reject_waiting(model, ErrorInfo.of(held), "minimums of others for too long", now)
+        else:
+            lost = NodeLost(f"{text}; start or reconnect a node that can", retry_after_s=bound_s)
+            self._requests.reject_waiting(model, ErrorInfo.of(lost), "no node for too long", now)
         model.unplaceable_since = None
+
+    def _is_late(self, model: ModelRecord, now: Seconds) -> bool:
+        return model.starved_since is not None and now >= model.starved_since + self._max_wait_s(model)
+
+    def _is_held(self, model: ModelRecord, need: Need, now: Seconds) -> bool:
+        """Whether who waits would wait for ever: nothing near its bytes leaves but what minimums of others keep."""
+        has_minimums = any(instance.model.spec.min_replicas for instance in self._fleet.instances.values())
+        if model.starved_since is None or not has_minimums:
+            return False
+        return isinstance(place(self._fleet.nodes.values(), need, now, self._config, _is_above_minimum), NoPlace)
 
     def _may_stop(self, model: ModelRecord, max_wait_s: Seconds, now: Seconds, instance: InstanceView) -> bool:
         """Whether an instance may give up its slot for a model. Where the answer is 'not yet', plan again then.
@@ -277,7 +294,7 @@ class CapacityDesk:
         is_busy = bool(instance.in_flight or other.queue.num_waiting)
         if starved_since is None and (is_busy or model.num_live >= model.spec.min_replicas):
             return False
-        if other.num_live <= other.spec.min_replicas:
+        if not _is_above_minimum(instance):
             return False
         allowed_at = scaling.residence_ends_at(instance, self._config, max_wait_s)
         if is_busy and starved_since is not None and other.num_live == 1:
@@ -299,3 +316,7 @@ class CapacityDesk:
         if instance.idle_since is not None:
             return f"this instance is idle for {now - instance.idle_since:.1f} s"
         return f"this instance has {len(instance.in_flight)} requests in flight and had its turn"
+
+
+def _is_above_minimum(instance: InstanceView) -> bool:
+    return instance.model.num_live > instance.model.spec.min_replicas

@@ -1,7 +1,8 @@
 """Bytes that must come to another node before a replica can run there. Pure.
 
-Nodes fetch from each other only when told to. They are told for a model that runs fewer replicas than it must while the
-nodes that hold its bytes have no place for one more: not for a queue, which is over before a copy is.
+Nodes fetch from each other only when told to. They are told while the nodes that hold a model's bytes have no place for
+one more replica: for a model that runs fewer than it must, and for one that runs none while requests wait beyond their
+bound, or for slots that minimums of other models keep. Any other queue is over before a copy is.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class CopyDesk:
         if node_id is None:
             return f"{found.reason}; no other node has a free slot, memory and disk for its bytes"
         self._under_way[model.digest] = node_id
-        reason = f"{model.spec.model_id} runs {model.num_live} of at least {model.spec.min_replicas} replicas"
+        num_least = max(1, model.spec.min_replicas)
+        reason = f"{model.spec.model_id} runs {model.num_live} of at least {num_least} replicas: {found.reason}"
         self._agenda.do(CopyCheckpoint(model.spec.checkpoint, node_id, reason))
         return f"its bytes are being copied to {node_id}"
 

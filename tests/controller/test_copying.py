@@ -6,7 +6,7 @@ from nearline.controller import actions as do
 from nearline.controller import events as happened
 from nearline.controller.config import CoreConfig
 from nearline.controller.snapshot import snapshot
-from nearline.protocol import Digest, NodeId, Residency
+from nearline.protocol import Digest, NodeId, RequestId, Residency
 from nearline.protocol.errors import ErrorInfo, NodeLost
 from tests.controller.fleets import GB, World, checkpoint, model, report, world
 
@@ -100,6 +100,67 @@ def test_a_queue_alone_has_nothing_copied() -> None:
     w.start_all()
     w.arrive("r2", "b")
     assert w.take(do.CopyCheckpoint) == [], "a slot is free before the bytes were there"
+
+
+def held_by_minimums() -> World:
+    """b's bytes are on n1 alone, and a, which must be there, has its one slot."""
+    w = World()
+    for one in (model("a", min_replicas=1, keep_alive_s=1.0), model("b")):
+        w.post(happened.ModelAdded(one))
+    w.add_node(report("n1", digests=[DIGEST, "digest-of-b"]))
+    w.start_all()
+    return w
+
+
+def test_who_waits_for_slots_that_minimums_keep_gets_its_bytes_where_one_is_free() -> None:
+    w = held_by_minimums()
+    w.add_node(report("n2"))
+    w.arrive("r", "b")
+    (copy,) = w.take(do.CopyCheckpoint)
+    assert (copy.node_id, copy.checkpoint.digest) == ("n2", "digest-of-b")
+    (group,) = snapshot(w.core.fleet, {}, w.now)["queues"]
+    assert group["reason"] == "its bytes are being copied to n2"
+    w.sleep(100.0)
+    assert w.ended == {}, "it waits for the copy"
+    w.post(happened.CheckpointImported(NodeId("n2"), checkpoint("digest-of-b")))
+    w.start_all()
+    w.finish("r")
+    assert w.ended == {"r": "finished"}
+
+
+def test_who_waits_for_slots_that_minimums_keep_everywhere_is_told_so_after_a_bound() -> None:
+    w = held_by_minimums()
+    w.arrive("r1", "b")
+    w.sleep(29.0)
+    w.cancel("r1")
+    w.sleep(10.0)
+    w.arrive("r2", "b")
+    w.sleep(29.0)
+    assert "r2" not in w.ended, "it has a bound of its own"
+    w.sleep(2.0)
+    assert w.ended["r2"] == "start_timeout"
+    assert "minimum replicas of other models hold every slot" in w.errors[RequestId("r2")].message
+    w.arrive("r3", "b")
+    w.post(happened.ModelAdded(model("a", min_replicas=0, keep_alive_s=1.0)))
+    w.sleep(20.0)
+    w.start_all()
+    w.finish("r3")
+    assert w.ended["r3"] == "finished"
+
+
+def test_a_queue_that_nothing_near_its_bytes_serves_within_its_bound_has_them_copied() -> None:
+    """What has the slot is read for longer than b may wait, and nothing else can leave."""
+    w = world("a", "b")
+    w.add_node(report("n2"))
+    w.arrive("r1", "a")
+    w.arrive("r2", "b")
+    node = w.nodes[NodeId("n1")]
+    w.sleep(1.0)
+    w.post(happened.NodeReported(node.full_report()))
+    assert w.take(do.CopyCheckpoint) == []
+    w.sleep(200.0)
+    w.post(happened.NodeReported(node.full_report()))
+    assert [copy.node_id for copy in w.take(do.CopyCheckpoint)] == ["n2"]
 
 
 def test_bytes_that_no_connected_node_can_give_are_not_asked_for() -> None:

@@ -5,6 +5,7 @@ NearlineError
 │   ├── ContextLengthExceeded
 │   ├── UnsupportedCheckpoint   an architecture, dtype or adapter feature we do not serve
 │   ├── CheckpointCorrupt       missing, torn or altered bytes
+│   ├── NoChatTemplate          messages for a model that only continues text
 │   ├── NameTaken, AdapterMismatch, PayloadTooLarge, IdempotencyMismatch
 │   ├── Unauthorized, Forbidden
 │   └── NotFound → ModelNotFound, JobNotFound
@@ -50,6 +51,9 @@ class UnsupportedCheckpoint(InvalidRequest): ...
 
 
 class CheckpointCorrupt(InvalidRequest): ...
+
+
+class NoChatTemplate(InvalidRequest): ...
 
 
 class NameTaken(InvalidRequest): ...
@@ -145,6 +149,7 @@ ERRORS: dict[type[NearlineError], ErrorRow] = {
     ContextLengthExceeded: ErrorRow("context_length_exceeded", 400, _BAD, False),
     UnsupportedCheckpoint: ErrorRow("unsupported_checkpoint", 422, _BAD, False),
     CheckpointCorrupt: ErrorRow("checkpoint_corrupt", 422, _BAD, False),
+    NoChatTemplate: ErrorRow("no_chat_template", 400, _BAD, False),
     NameTaken: ErrorRow("name_taken", 400, _BAD, False),
     AdapterMismatch: ErrorRow("adapter_mismatch", 422, _BAD, False),
     PayloadTooLarge: ErrorRow("payload_too_large", 413, _BAD, False),

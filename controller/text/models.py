@@ -16,7 +16,7 @@ from nearline.controller.text.kept import Kept
 from nearline.controller.text.templates import ChatTemplates, Message
 from nearline.controller.text.vocabulary import Vocabulary
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest, Seconds
-from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
+from nearline.protocol.errors import NoChatTemplate, UnsupportedCheckpoint
 
 FetchFile = Callable[[Digest, str], Awaitable[bytes]]
 Files = Mapping[str, bytes]
@@ -63,6 +63,11 @@ class TextModel:
         """The same with the chat templates of an adapter that brings its own."""
         return TextModel(self.vocabulary, templates, self.defaults)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can be sent messages; else it only continues text."""
+        return self._templates.has_default
+
     async def encode_chat(
         self,
         messages: Sequence[Message],
@@ -72,11 +77,11 @@ class TextModel:
     ) -> tuple[int, ...]:
         """Turn a conversation into the token ids of its prompt.
 
-        Raises InvalidRequest when no template fits, ContextLengthExceeded as `Vocabulary.encode` does.
+        Raises NoChatTemplate when no template fits, ContextLengthExceeded as `Vocabulary.encode` does.
         """
         template = await self._templates.get(bool(tools))
         if template is None:
-            raise InvalidRequest(
+            raise NoChatTemplate(
                 "this model has no chat template: call /v1/completions or send `prompt`, or add a"
                 " chat_template.jinja beside the weights and import again",
                 param="messages",

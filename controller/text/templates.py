@@ -128,6 +128,11 @@ class ChatTemplates:
         self._special_tokens = special_tokens
         self._compiled: dict[str, ChatTemplate] = {}
 
+    @property
+    def has_default(self) -> bool:
+        """Whether there is one for conversations without tools."""
+        return choose_template(self._named, has_tools=False) is not None
+
     async def get(self, has_tools: bool) -> ChatTemplate | None:
         """Give the one for conversations with tools, or without. Raises UnsupportedCheckpoint as ChatTemplate does."""
         source = choose_template(self._named, has_tools)

@@ -18,7 +18,7 @@ from nearline.controller.text.models import TextModel, TextModels, named_templat
 from nearline.controller.text.templates import ChatTemplate
 from nearline.controller.text.vocabulary import INLINE_CHARS
 from nearline.protocol import CheckpointInfo, CheckpointKind, Digest
-from nearline.protocol.errors import InvalidRequest, NodeLost, UnsupportedCheckpoint
+from nearline.protocol.errors import InvalidRequest, NoChatTemplate, NodeLost, UnsupportedCheckpoint
 from tests.conftest import CHATML
 
 TALK = [
@@ -71,6 +71,16 @@ async def test_a_conversation_becomes_the_prompt_transformers_makes(
     text = TextModel.of(files_of(tiny_tokenizer_json, chat_template=TEMPLATES[name]))
     ids = await text.encode_chat(TALK, tools, None)
     assert list(ids) == oracle(expected, add_special_tokens=False)["input_ids"]
+
+
+async def test_a_model_without_a_template_says_so_with_a_code_of_its_own(tiny_tokenizer_json: dict[str, Any]) -> None:
+    bare, chats = files_of(tiny_tokenizer_json), files_of(tiny_tokenizer_json, chat_template=TEMPLATES["tools"])
+    assert TextModel.of(chats).has_chat_template
+    text = TextModel.of(bare)
+    assert not text.has_chat_template
+    with pytest.raises(NoChatTemplate, match="no chat template") as refused:
+        await text.encode_chat(TALK, None, None)
+    assert (refused.value.code, refused.value.status, refused.value.param) == ("no_chat_template", 400, "messages")
 
 
 async def test_a_template_that_refuses_is_quoted() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearline.protocol.errors import InvalidRequest
+from nearline.protocol.options import url_complaint
 
 DEFAULT_PORT = 8000
 URL_VARIABLE = "NEARLINE_URL"
@@ -28,9 +29,8 @@ class ClientConfig:
 def client_config(url: str | None = None, api_key: str | None = None) -> ClientConfig:
     """Fill what the caller left open from NEARLINE_URL and NEARLINE_API_KEY. Raises InvalidRequest for no http URL."""
     chosen = url or os.environ.get(URL_VARIABLE) or f"http://127.0.0.1:{DEFAULT_PORT}"
-    if not chosen.startswith(("http://", "https://")):
-        cure = "only http:// and https:// will do" if "://" in chosen else f"put http:// in front: http://{chosen}"
-        raise InvalidRequest(f"{chosen!r} (--url or {URL_VARIABLE}) is no URL; {cure}", param="url")
+    if (wrong := url_complaint(chosen, f" (--url or {URL_VARIABLE})")) is not None:
+        raise InvalidRequest(wrong, param="url")
     return ClientConfig(url=chosen.rstrip("/"), api_key=api_key or os.environ.get(API_KEY_VARIABLE))
 
 

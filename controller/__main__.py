@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nearline.controller", description="The front door of a fleet.")
+    parser = argparse.ArgumentParser(prog="nearline controller", description="The front door of a fleet.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0 for other machines)")
     add("--port", type=within(int, 0, 65_535), default=8000, help="port to listen on (0: any free one)")

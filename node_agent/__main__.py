@@ -15,7 +15,7 @@ from nearline.node_agent.config import NodeConfig, check, parse_bytes
 from nearline.node_agent.devices import probe_hardware
 from nearline.protocol import Bytes
 from nearline.protocol.errors import NearlineError
-from nearline.protocol.options import within
+from nearline.protocol.options import url_complaint, within
 from nearline.protocol.secret_files import cluster_token
 from nearline.protocol.stderr import Stderr
 
@@ -42,9 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nearline.node_agent", description="Serve models on this machine.")
+    parser = argparse.ArgumentParser(prog="nearline node", description="Serve models on this machine.")
     add = parser.add_argument
-    add("--controller", required=True, metavar="URL", help="the controller, e.g. http://10.0.0.1:8000")
+    add("--controller", required=True, type=_url, metavar="URL", help="the controller, e.g. http://10.0.0.1:8000")
     add("--data-dir", required=True, type=Path, help="checkpoints, logs and the node's name; one agent per directory")
     add("--node-id", help="lasting name of this node (default: kept in the data directory, made up at first)")
     add("--host", default="127.0.0.1", help="address of the node's own HTTP (0.0.0.0 for other machines)")
@@ -126,6 +126,12 @@ def _config(options: argparse.Namespace) -> NodeConfig:
     if options.engine_command:
         config = replace(config, engine_command=tuple(shlex.split(options.engine_command)))
     return config
+
+
+def _url(text: str) -> str:
+    if (wrong := url_complaint(text)) is not None:
+        raise argparse.ArgumentTypeError(wrong)
+    return text
 
 
 def _size(text: str) -> Bytes:

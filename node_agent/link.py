@@ -101,7 +101,8 @@ class ControllerLink:
                 return "it refuses this node: give --token-file a copy of the file node.token of its data directory"
             return f"it answers {error.status} where nodes are served: is this the controller's address?"
         except (aiohttp.ClientError, OSError, WireError) as error:
-            return str(error) or type(error).__name__
+            why = str(error) or type(error).__name__
+            return why if self.is_up else f"{why}; is that what --controller should say, and does it run?"
         finally:
             self._is_open = False
             self._outbox.clear()

@@ -1,4 +1,4 @@
-"""What command lines of different rooms share: options about callers, and how numbers are read."""
+"""What command lines of different rooms share: options about callers, and how numbers and addresses are read."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -36,6 +36,14 @@ def within(kind: type[N], least: N, most: N) -> Callable[[str], N]:
         return value
 
     return read
+
+
+def url_complaint(text: str, where: str = "") -> str | None:
+    """What is wrong with an address that was given (`where` names the places), with the cure. None: it is a URL."""
+    if text.startswith(("http://", "https://")):
+        return None
+    cure = "only http:// and https:// will do" if "://" in text else f"put http:// in front: http://{text}"
+    return f"{text!r}{where} is no URL; {cure}"
 
 
 API_KEY = Option("api_key", "NAME=KEY", "A tenant and its key; repeatable. Without any key everybody may call.")

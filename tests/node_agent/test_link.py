@@ -163,3 +163,15 @@ async def test_a_refused_node_says_what_to_do(refusal: type[web.HTTPException], 
         await asyncio.gather(running, return_exceptions=True)
     await runner.cleanup()
     assert cure in logs[0]["reason"]
+
+
+async def test_where_nobody_listens_the_log_asks_whether_the_address_is_right() -> None:
+    link = ControllerLink("http://127.0.0.1:9", None, lambda _: REPORT, lambda _: None, lambda: None)
+    with capture_logs() as logs:
+        running = asyncio.create_task(link.run())
+        async with asyncio.timeout(60):
+            while not logs:  # noqa: ASYNC110 - nothing tells of it; the timeout ends the wait
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert "--controller" in logs[0]["reason"]

@@ -31,6 +31,18 @@ def test_a_busy_port_is_named_with_the_cure(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("url", "cure"),
+    [("10.0.0.1:8000", "put http:// in front: http://10.0.0.1:8000"), ("ws://a", "only http:// and https:// will do")],
+)
+def test_a_controller_that_is_no_url_is_refused_at_once_with_the_cure(tmp_path: Path, url: str, cure: str) -> None:
+    done = start("--data-dir", str(tmp_path / "node"), "--controller", url)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: nearline node ")
+    assert cure in done.stderr
+    assert not (tmp_path / "node").exists()
+
+
 @pytest.mark.parametrize("flags", [[], ["--json-logs"]])
 def test_a_logged_traceback_shows_no_secret(flags: list[str], tmp_path: Path) -> None:
     code = """

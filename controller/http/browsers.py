@@ -37,8 +37,8 @@ def check_origin(request: web.Request, door: Door) -> None:
     origin = headers.get("Origin", "").lower()
     if origin.startswith(_OF_PAGES) and origin.partition("://")[2] != host.lower():
         raise Forbidden(
-            f"pages of {origin[:MAX_SHOWN]!r} may not call this platform while it has no API keys; start it with"
-            " --api-key"
+            f"pages of {origin[:MAX_SHOWN]!r} cannot call this platform, with API keys or without (no CORS headers);"
+            " call it from the server of that page"
         )
     if request.method in ("POST", "PATCH") and request.body_exists:
         given = headers.get("Content-Type", "")

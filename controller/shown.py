@@ -19,7 +19,9 @@ def shown(value: Any) -> str:
         return str(value) if value.bit_length() <= _MAX_SHOWN_BITS else f"a number of {_num_digits(value)} digits"
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else "NaN" if value != value else "an infinite number"
-    return "a list" if isinstance(value, (list, tuple)) else "an object"
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    return "an object"
 
 
 def _visible(text: str) -> str:

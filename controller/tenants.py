@@ -57,6 +57,8 @@ class Tenants:
     def check_admin(self, authorization: str | None) -> None:
         """Raises Unauthorized or Forbidden unless this caller may administer."""
         self.authenticate(authorization) if self.by_digest else None
+        if self.admin_digest is not None and not (self.by_digest or authorization):
+            raise Unauthorized("this needs the admin key; send `Authorization: Bearer <key>`")
         if self.admin_digest is not None and not self.is_admin(_bearer_digest(authorization)):
             raise Forbidden("this needs the admin key")
 

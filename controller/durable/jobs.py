@@ -109,6 +109,7 @@ class JobStore:
     def __init__(self, state: State, result_ttl_s: float = 86_400.0) -> None:
         self._state = state
         self._ttl_s = int(result_ttl_s)
+        self._kept = f"{self._ttl_s} s" if self._ttl_s < 7200 else f"{self._ttl_s / 3600:.4g} hours"
         self._channel = state.key("jobs", "ended")
         self._prefix = state.key("job", "")
         self._listeners: list[Callable[[JobId | None], None]] = []
@@ -153,7 +154,7 @@ class JobStore:
         """Raises JobNotFound for an unknown, expired or other tenant's job."""
         job = await self._read(job_id)
         if job is None or job.tenant != tenant:
-            raise JobNotFound(f"no job {shown(job_id)}; results are kept for {self._ttl_s} s after the end")
+            raise JobNotFound(f"no job {shown(job_id)}; results are kept for {self._kept} after the end")
         return job
 
     async def cancel(self, job_id: str, tenant: TenantId) -> Job:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from nearline.controller.durable.redis_state import State, state_errors
 from nearline.controller.shown import shown
-from nearline.protocol import AdapterSpec, Digest, ModelId, ModelSpec, from_plain, to_plain
+from nearline.protocol import AdapterSpec, CheckpointKind, Digest, ModelId, ModelSpec, from_plain, to_plain
 from nearline.protocol.errors import InvalidRequest, ModelNotFound, NameTaken, StateUnavailable
 
 MAX_NAME_CHARS = 200
@@ -88,6 +88,21 @@ class Registry:
         near = difflib.get_close_matches(name[:_MAX_QUALIFIED_CHARS], [*self.models, *self.adapters], n=1)
         return f"; did you mean {near[0]!r}?" if near else "; `nearline model list` shows what may be called"
 
+    def missing(
+        self, kind: CheckpointKind, name: str, param: str = "name", otherwise: str | None = None
+    ) -> ModelNotFound:
+        """The error for a name that no model has, or no adapter: what it names instead, what was meant, or what else to
+        do."""
+        own, others = list(self.models), list(self.adapters)
+        what = "an adapter"
+        if kind is CheckpointKind.ADAPTER:
+            own, others, what = others, own, "a model"
+        near = difflib.get_close_matches(name[:_MAX_QUALIFIED_CHARS], own, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; {otherwise or f'`nearline {kind.value} list` shows all'}"
+        if name in others:
+            hint = f": it is {what}"
+        return ModelNotFound(f"no {kind.value} is named {shown(name)}{hint}", param=param)
+
     def _qualified(self, name: str) -> AdapterSpec | None:
         """Both parts may hold colons themselves, so each colon is tried."""
         if len(name) > _MAX_QUALIFIED_CHARS:
@@ -126,7 +141,7 @@ class Registry:
     async def remove_model(self, model_id: ModelId) -> ModelSpec:
         """Forget a model. Raises ModelNotFound, or InvalidRequest while adapters stand on it."""
         if model_id not in self.models:
-            raise ModelNotFound(f"no model is registered as {shown(model_id)}", param="name")
+            raise self.missing(CheckpointKind.MODEL, model_id)
         names = sorted(adapter.adapter_id for adapter in self.adapters_of(model_id))
         if names:
             raise InvalidRequest(f"adapters stand on {model_id!r}: remove {', '.join(names)} first", param="name")
@@ -136,7 +151,7 @@ class Registry:
     async def remove_adapter(self, adapter_id: ModelId) -> AdapterSpec:
         """Forget an adapter. Raises ModelNotFound."""
         if adapter_id not in self.adapters:
-            raise ModelNotFound(f"no adapter is registered as {shown(adapter_id)}", param="name")
+            raise self.missing(CheckpointKind.ADAPTER, adapter_id)
         await self._write("adapters", adapter_id, "")
         return self.adapters.pop(adapter_id)
 

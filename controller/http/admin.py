@@ -16,9 +16,8 @@ from nearline.controller.http.ports import Snapshot
 from nearline.controller.http.registration import Event, Registrar, adapter_object, check_limits, model_object
 from nearline.controller.http.schemas import AdapterBody, ModelBody, ModelPatch, parse
 from nearline.controller.http.sse import stream_events
-from nearline.controller.shown import shown
-from nearline.protocol import ModelId, ModelSpec, Tier
-from nearline.protocol.errors import ModelNotFound, NearlineError
+from nearline.protocol import CheckpointKind, ModelId, ModelSpec, Tier
+from nearline.protocol.errors import NearlineError
 
 
 class Admin:
@@ -89,7 +88,7 @@ async def list_models(request: web.Request) -> web.StreamResponse:
 async def get_model(request: web.Request) -> web.StreamResponse:
     door, name = door_of(request), request.match_info["name"]
     if name not in door.registry.models:
-        raise ModelNotFound(f"no model is named {shown(name)}", param="name")
+        raise door.registry.missing(CheckpointKind.MODEL, name)
     seen = _Seen(door, door.runtime.snapshot())
     spec = door.registry.models[name]
     return web.json_response(seen.of(spec) | {"profiles": seen.profiles(spec)})
@@ -102,7 +101,7 @@ async def list_adapters(request: web.Request) -> web.StreamResponse:
 async def get_adapter(request: web.Request) -> web.StreamResponse:
     registry, name = door_of(request).registry, request.match_info["name"]
     if name not in registry.adapters:
-        raise ModelNotFound(f"no adapter is named {shown(name)}", param="name")
+        raise registry.missing(CheckpointKind.ADAPTER, name)
     return web.json_response(adapter_object(registry.adapters[name]))
 
 

@@ -126,7 +126,8 @@ def _expected(one: _Complaint) -> str:
         case "literal_error":
             return str(context["expected"])
         case "too_short":
-            return f"a list of at least {context['min_length']}"
+            least = context["min_length"]
+            return "a list with at least one entry" if least == 1 else f"a list of at least {least}"
         case "too_long":
             return f"a list of at most {context['max_length']:,}"
         case "string_too_short":

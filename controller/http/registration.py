@@ -206,7 +206,8 @@ def base_of(door: Door, body: AdapterBody) -> ModelSpec:
     """Raises ModelNotFound."""
     base = door.registry.models.get(body.base)
     if base is None:
-        raise ModelNotFound(f"no model is named {shown(body.base)}; add the base of this adapter first", param="base")
+        otherwise = "add the base of this adapter first"
+        raise door.registry.missing(CheckpointKind.MODEL, body.base, "base", otherwise)
     return base
 
 
@@ -247,7 +248,7 @@ async def _publish_model(door: Door, body: ModelBody, found: CheckpointInfo) -> 
 async def _change_model(door: Door, name: ModelId, body: ModelPatch) -> Event:
     old = door.registry.models.get(name)
     if old is None:
-        raise ModelNotFound(f"no model is named {shown(name)}", param="name")
+        raise door.registry.missing(CheckpointKind.MODEL, name)
     spec = changed(old, changes(body, frozenset(body.model_fields_set)))
     await door.registry.put_model(spec)
     door.runtime.add_model(spec)

@@ -341,7 +341,7 @@ async def test_other_tenants_and_unknown_ids_find_nothing(bench: Callable[..., B
     b = bench(answer)
     job_id = await b.store.submit(request())
     for tenant, wanted in ((TenantId("bob"), job_id), (ANN, "job_x")):
-        with pytest.raises(JobNotFound):
+        with pytest.raises(JobNotFound, match="kept for 24 hours"):
             await b.store.get(wanted, tenant)
 
 

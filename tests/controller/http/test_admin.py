@@ -53,3 +53,21 @@ async def test_a_browser_gets_a_page_that_needs_nothing_from_elsewhere(front: Fr
     assert page.startswith("<!doctype html>")
     assert not re.findall(r"https?://|//[a-z]+\.|src=|href=|innerHTML", page)
     assert 'fetch("admin/fleet"' in page
+
+
+async def test_a_name_that_is_none_comes_with_what_was_meant_or_what_it_names(front: FrontDoor) -> None:
+    base = {"name": "x", "base": "tinny", "source": "/a"}
+    asked = [
+        (await front.get("/admin/models/tinny"), "no model is named 'tinny'; did you mean 'tiny'?"),
+        (await front.get("/admin/models/acme/pirate"), "no model is named 'acme/pirate': it is an adapter"),
+        (await front.get("/admin/models/zzz"), "no model is named 'zzz'; `nearline model list` shows all"),
+        (await front.get("/admin/adapters/acme/pirat"), "did you mean 'acme/pirate'?"),
+        (await front.get("/admin/adapters/tiny"), "no adapter is named 'tiny': it is a model"),
+        (await front.post("/admin/adapters", base), "no model is named 'tinny'; did you mean 'tiny'?"),
+        (await front.post("/admin/adapters", base | {"base": "zzz"}), "add the base of this adapter first"),
+    ]
+    for (status, answer, _), said in asked:
+        assert status == 404
+        assert said in answer["error"]["message"]
+    async with front.session.delete(front.url + "/admin/models/tinny") as response:
+        assert "did you mean 'tiny'?" in (await response.json())["error"]["message"]

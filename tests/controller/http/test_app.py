@@ -8,7 +8,7 @@ import pytest
 
 from nearline.controller.tenants import Tenants
 from nearline.protocol import CheckpointKind, Digest
-from nearline.protocol.errors import UnsupportedCheckpoint
+from nearline.protocol.errors import Forbidden, Unauthorized, UnsupportedCheckpoint
 from tests.controller.http.conftest import FrontDoor, checkpoint, serve, until
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -238,3 +238,12 @@ async def test_new_weights_under_a_name_need_its_adapters_removed_first(front: F
     await front.session.delete(front.url + "/admin/adapters/acme/pirate")
     assert (await front.post("/admin/models", body))[0] == 201
     assert front.runtime.models["tiny"].checkpoint.digest == "d5"
+
+
+def test_who_sends_no_key_is_told_that_the_admin_key_is_what_it_takes() -> None:
+    tenants = Tenants.of([], admin_key="root")
+    tenants.check_admin("Bearer root")
+    with pytest.raises(Unauthorized, match="needs the admin key"):
+        tenants.check_admin(None)
+    with pytest.raises(Forbidden, match="needs the admin key"):
+        tenants.check_admin("Bearer other")

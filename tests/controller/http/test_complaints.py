@@ -200,6 +200,7 @@ def test_a_promise_is_a_time_that_somebody_can_mean(name: str, number: Any) -> N
         (ChatBody, {"model": "m", "messages": [{}]}, "messages.0.role: it is missing; expected 'system', 'developer'"),
         (ChatBody, {"messages": HI}, "model: it is missing; expected text"),
         (ModelBody, {"name": "a"}, "source: it is missing; expected text"),
+        (ChatBody, {"model": "m", "messages": []}, "expected a list with at least one entry, got an empty list"),
         (JobBody, {"model": "m", "input": [1]}, "input: expected an object, got a list"),
         (JobBody, {"model": "m", "input": {}, "endpoint": "x" * 100}, "(100 characters)"),
     ],

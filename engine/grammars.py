@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nearline.engine.sequence import Sequence
 from nearline.protocol import Grammar, GrammarKind, Seconds
 from nearline.protocol.errors import Fault, InvalidRequest, UnsupportedCheckpoint
-from nearline.protocol.request import MAX_LEXER_STATES, MAX_SYMBOLS
+from nearline.protocol.request import MAX_LEXER_FUEL, MAX_LEXER_STATES, MAX_SYMBOLS
 
 llguidance: Any
 try:
@@ -106,7 +106,8 @@ class Grammars:
                 if matcher is None:
                     matcher = self._compiled[grammar] = self._compile(grammar)
                 while len(self._compiled) > MAX_COMPILED:
-                    del self._compiled[next(iter(self._compiled))]
+                    oldest, *_ = self._compiled
+                    self._compiled.pop(oldest, None)  # the thread of steps may have dropped it meanwhile
         return matcher
 
     @_contained
@@ -114,7 +115,7 @@ class Grammars:
         """Say which tokens may stand at `position`. Shapes: [V]. Raises InvalidRequest when the grammar gives up."""
         progress = self._at(sequence, position)
         bits = np.frombuffer(progress.matcher.compute_bitmask(), dtype=np.uint8)
-        _raise_if_broken(progress.matcher, f"after {progress.num_seen} tokens")
+        self._check(sequence, progress, f"after {progress.num_seen} tokens")
         mask = np.unpackbits(bits, count=min(self._vocab_size, 8 * len(bits)), bitorder="little").astype(np.bool_)
         return np.pad(mask, (0, self._vocab_size - len(mask)))
 
@@ -124,7 +125,7 @@ class Grammars:
         progress = self._progress[sequence]
         progress.matcher.consume_token(token_id)
         progress.num_seen += 1
-        _raise_if_broken(progress.matcher, f"at token {progress.num_seen}")
+        self._check(sequence, progress, f"at token {progress.num_seen}")
         return bool(progress.matcher.is_stopped())
 
     def _at(self, sequence: Sequence, position: int) -> _Progress:
@@ -138,13 +139,25 @@ class Grammars:
         if tokens:
             progress.matcher.consume_tokens(tokens)
             progress.num_seen = num_generated
-            _raise_if_broken(progress.matcher, f"after {num_generated} tokens")
+            self._check(sequence, progress, f"after {num_generated} tokens")
         return progress
+
+    def _check(self, sequence: Sequence, progress: _Progress, where: str) -> None:
+        """Raise InvalidRequest if the matcher gave up, and let go of what the grammar's lexer made until then."""
+        try:
+            _raise_if_broken(progress.matcher, where)
+        except InvalidRequest:
+            grammar = sequence.request.sampling.grammar
+            if grammar is not None:
+                self._compiled.pop(grammar, None)
+            raise
 
     def _compile(self, grammar: Grammar) -> Any:
         table = self._vocabulary()
         matcher = llguidance.LLMatcher(table, _source(grammar), log_level=0, limits=_limits())
         _raise_if_broken(matcher, "")
+        matcher.compute_bitmask()  # the dearest: its copies find the lexer's first states made, and no step waits
+        _raise_if_broken(matcher, "after 0 tokens")
         return matcher
 
     def _vocabulary(self) -> Any:
@@ -191,8 +204,11 @@ def _source(grammar: Grammar) -> str:
 
 def _limits() -> Any:
     return llguidance.LLParserLimits(
-        max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_SYMBOLS, verbose_errors=False
-    )  # fmt: skip
+        initial_lexer_fuel=MAX_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_SYMBOLS,
+        verbose_errors=False,
+    )
 
 
 def _raise_if_broken(matcher: Any, where: str) -> None:

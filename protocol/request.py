@@ -9,6 +9,8 @@ from nearline.protocol.ids import Digest, ModelId, RequestId, Seconds, TenantId
 MAX_SYMBOLS = 100_000
 MAX_LEXER_STATES = 50_000
 """Of one grammar, when it is checked and when it is compiled; a state takes one or two kilobytes."""
+MAX_LEXER_FUEL = 150_000
+"""Expressions that a grammar's lexer may make before its first token; 9,000 values of an enum need over 100,000."""
 
 
 class FinishReason(StrEnum):

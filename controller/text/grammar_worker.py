@@ -16,7 +16,7 @@ import llguidance
 from nearline.controller.pipes import answer_all
 from nearline.controller.text.json_schema import subschemas, wrong_number
 from nearline.protocol import Grammar, GrammarKind
-from nearline.protocol.request import MAX_LEXER_STATES, MAX_SYMBOLS
+from nearline.protocol.request import MAX_LEXER_FUEL, MAX_LEXER_STATES, MAX_SYMBOLS
 
 CPU_S = 1
 """Computing that one grammar may cost here, and up to one second more; then the kernel ends the process."""
@@ -42,8 +42,11 @@ class _Bytes:
 
 _VOCABULARY = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), slices=[])
 _LIMITS = llguidance.LLParserLimits(
-    max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_SYMBOLS, verbose_errors=False
-)  # fmt: skip
+    initial_lexer_fuel=MAX_LEXER_FUEL,
+    max_lexer_states=MAX_LEXER_STATES,
+    max_grammar_size=MAX_SYMBOLS,
+    verbose_errors=False,
+)
 
 
 def problem(grammar: Grammar) -> str:
@@ -72,12 +75,26 @@ def _complaint(grammar: Grammar) -> str:
 
 
 def _trouble(grammar: Grammar) -> str:
-    """Compile a grammar and ask for its first token. A Lark grammar may name tokens that only its model has."""
+    """Compile a grammar and ask for its first two tokens: an expression too large shows only at the second.
+
+    A Lark grammar may name tokens that only its model has; of the others' errors its lexer's alone count.
+    """
     matcher = llguidance.LLMatcher(_VOCABULARY, _source(grammar), log_level=0, limits=_LIMITS)
     if not matcher.get_error():
-        matcher.compute_bitmask()
+        first = _lowest(matcher.compute_bitmask())
+        if first is not None and not matcher.get_error():
+            matcher.consume_token(first)
+            if not matcher.is_stopped():
+                matcher.compute_bitmask()
     error = matcher.get_error().partition("\n<")[0]
-    return f"no answer can keep to it: {_line(error)}" if error and grammar.kind is not GrammarKind.LARK else ""
+    is_told = "lexer error" in error if grammar.kind is GrammarKind.LARK else bool(error)
+    return f"no answer can keep to it: {_line(error)}" if is_told else ""
+
+
+def _lowest(bits: bytes) -> int | None:
+    """The lowest token that a mask allows."""
+    mask = int.from_bytes(bits, "little")
+    return (mask & -mask).bit_length() - 1 if mask else None
 
 
 def _source(grammar: Grammar) -> str:

@@ -157,6 +157,27 @@ def test_a_grammar_too_large_to_follow_is_refused_in_bounded_time(tokenizer: Pat
         Grammars(tokenizer, 272, (EOS,)).compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(deep)))
 
 
+def test_an_expression_too_large_is_refused_in_a_batch_and_kept_by_nobody(harness: Any, prompt: Any) -> None:
+    grammars = harness.runner.grammars
+    for count in (1000, 1001):
+        large = Grammar(GrammarKind.REGEX, f"((a{{{count}}}){{1000}}){{1000}}b")
+        plain, bounded = harness.sequence(prompt(6)), harness.sequence(prompt(6), sampling(large))
+        outcomes = harness.step([plain, bounded])
+        if outcomes[1].error is None:
+            outcomes = harness.step([plain, bounded])
+        assert outcomes[0].error is None
+        assert "too many expressions" in outcomes[1].error.message
+        assert not grammars.has(large)
+
+
+def test_the_first_mask_is_made_where_a_grammar_is_compiled(tokenizer: Path) -> None:
+    """A grammar whose first mask fails is refused there, and no step ever meets it."""
+    grammars, empty = Grammars(tokenizer, 272, (EOS,)), Grammar(GrammarKind.LARK, "start: A\nA: /a/ & /b/")
+    with pytest.raises(InvalidRequest, match="after 0 tokens"):
+        grammars.compile(empty)
+    assert not grammars.has(empty)
+
+
 def test_a_tokenizer_of_another_size_than_the_models_vocabulary_serves(tokenizer: Path, harness: Any) -> None:
     for vocab_size in (300, 259, 257):
         grammars = Grammars(tokenizer, vocab_size, (EOS,) if vocab_size > EOS else ())

@@ -321,6 +321,9 @@ HORRORS = [
     (JSON, '{"const": "\\ud800"}'),
     (REGEX, "(" * 60_000 + ")" * 60_000),
     (REGEX, "\ud800"),
+    (REGEX, "((a{100}){1000}){1000}b"),
+    (REGEX, "a((b{100}){1000}){1000}"),
+    (LARK, "start: /((a{100}){1000}){1000}b/"),
     (LARK, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
     (LARK, "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(40)) + '\nR40: "b"'),
 ]
@@ -336,6 +339,9 @@ async def test_hand_made_horrors_are_refused(checker: GrammarChecker, kind: Gram
     ("kind", "source"),
     [
         (JSON, json.dumps({"enum": [f"x{i}" for i in range(9000)]})),
+        (JSON, json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(3000)}})),
+        (JSON, json.dumps({"type": "string", "maxLength": 100_000})),
+        (REGEX, ""),
         (REGEX, "(a+)+$"),
         (REGEX, "(.*a.{300})&(.*b.{300})"),
         (LARK, 'start: "a" <|im_end|> <[7-9]>'),

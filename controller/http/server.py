@@ -36,6 +36,8 @@ class Protocol(web.RequestHandler):
             log.info("bad_http", peer=request.remote, status=status, error=type(exc).__name__)
             response = error_response(InvalidRequest(f"this is not valid HTTP/1.1: {_reason(exc, message)}"))
             response.set_status(status)
+        elif isinstance(exc, ConnectionError):  # of a client that hung up, which the application has told
+            response = error_response(NearlineError("the connection is gone"))
         else:
             log.error("request_broke", peer=request.remote, exc_info=exc)
             response = error_response(NearlineError("an internal error occurred; the controller's log has it"))

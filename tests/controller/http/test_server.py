@@ -6,8 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from structlog.testing import capture_logs
 
 from nearline.controller.http.app import create_app
+from nearline.controller.http.server import Protocol
 from tests.controller.http.conftest import FrontDoor
 
 BODY = b'{"prompt": "Hi"}'
@@ -76,6 +80,21 @@ async def test_a_server_that_answered_nonsense_answers_the_next_client(front: Fr
     for data in BROKEN.values():
         await send(front, data)
     assert (await front.post("/v1/functions/tiny/invocations", {"prompt": "Hi"}))[0] == 200
+
+
+async def test_a_client_that_hung_up_is_no_error_of_ours_in_the_log(front: FrontDoor) -> None:
+    handler = Protocol(web.Server(_never), loop=asyncio.get_running_loop())
+    request = make_mocked_request("GET", "/")
+    with capture_logs() as told:
+        handler.handle_error(request, exc=ConnectionResetError("Cannot write to closing transport"))
+    assert told == []
+    with capture_logs() as told:
+        handler.handle_error(request, exc=ValueError("a bug"))
+    assert [entry["log_level"] for entry in told] == ["error"]
+
+
+async def _never(_: web.BaseRequest) -> web.StreamResponse:
+    raise AssertionError
 
 
 async def test_the_root_says_what_answers_here_and_health_that_it_lives(front: FrontDoor) -> None:

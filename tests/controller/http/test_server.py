@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -84,7 +85,7 @@ async def test_a_server_that_answered_nonsense_answers_the_next_client(front: Fr
 
 async def test_a_client_that_hung_up_is_no_error_of_ours_in_the_log(front: FrontDoor) -> None:
     handler = Protocol(web.Server(_never), loop=asyncio.get_running_loop())
-    request = make_mocked_request("GET", "/")
+    request = make_mocked_request("GET", "/", writer=Mock(output_size=0))
     with capture_logs() as told:
         handler.handle_error(request, exc=ConnectionResetError("Cannot write to closing transport"))
     assert told == []

@@ -91,6 +91,10 @@ class Client:
         """Come back to a job submitted earlier, by any process."""
         return Call(self._loop, self._client.call(job_id))
 
+    def models(self) -> list[dict[str, Any]]:
+        """Every model and adapter that may be called."""
+        return self._loop.run(self._client.models())
+
     def jobs(self, limit: int = 50) -> list[dict[str, Any]]:
         return self._loop.run(self._client.jobs(limit))
 

@@ -24,6 +24,8 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.add_typer(models.model, name="model")
 app.add_typer(models.adapter, name="adapter")
+for group, remove in ((models.model, models.remove_model), (models.adapter, models.remove_adapter)):
+    group.command("remove", hidden=True)(remove)  # as people try it first
 models.model.command("set")(settings.set_model)
 models.model.command("verify")(errands.verify_model)
 models.model.command("evict")(errands.evict_model)

@@ -32,6 +32,12 @@ class AsyncClient:
         """Come back to a job submitted earlier, by any process."""
         return AsyncCall(self._transport, job_id)
 
+    async def models(self) -> list[dict[str, Any]]:
+        """Every model and adapter that may be called: `id`, an adapter's `parent`, `max_model_len`."""
+        listed = await self._transport.json("GET", "/v1/models")
+        data: list[dict[str, Any]] = listed["data"]
+        return data
+
     async def jobs(self, limit: int = 50) -> list[dict[str, Any]]:
         listed = await self._transport.json("GET", f"/v1/jobs?limit={limit}")
         data: list[dict[str, Any]] = listed["data"]

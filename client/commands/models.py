@@ -25,7 +25,7 @@ from nearline.client.commands.options import (
 )
 from nearline.client.commands.settings import with_settings
 from nearline.client.commands.tables import Listing, described
-from nearline.protocol.errors import NearlineError, NodeLost
+from nearline.protocol.errors import Forbidden, NearlineError, NodeLost
 
 model = typer.Typer(no_args_is_help=True, help="Register, list and remove models.")
 adapter = typer.Typer(no_args_is_help=True, help="Register, list and remove LoRA adapters.")
@@ -146,11 +146,24 @@ def absolute(source: str) -> str:
 
 @model.command("list")
 def list_models(url: Url = None, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Show every registered model, where its bytes are and what runs."""
-    listed(lambda client: client.admin.list("models"), _models_table, (url, api_key, as_json))
+    """Show every registered model, where its bytes are and what runs; without the admin key, what may be called."""
+    listed(_all_or_callable, _models_table, (url, api_key, as_json))
+
+
+def _all_or_callable(client: Client) -> Rows:
+    """What is registered; to a key that may not administer, what it may call."""
+    try:
+        return client.admin.list("models")
+    except Forbidden:
+        return client.models()
 
 
 def _models_table(rows: Rows) -> RenderableType:
+    if rows and "state" not in rows[0]:
+        table = Listing("MODEL", "BASE", "CONTEXT")
+        for row in rows:
+            table.add(row["id"], row["parent"] or "–", str(row["max_model_len"]))
+        return table
     table = Listing("MODEL", "STATE", "TIER", "SIZE", "DTYPE", "CONTEXT", "INSTANCES")
     for row in rows:
         size, context = megabytes(row["num_bytes"]), str(row["max_context_tokens"])

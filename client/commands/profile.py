@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from nearline.client.commands.models import Name
@@ -19,6 +20,8 @@ def profile(name: Name, url: Url = None, api_key: ApiKey = None, as_json: Json =
     """
     result: dict[str, Any] | None = None
     bar = Progress(*BAR, console=notices, disable=as_json or not notices.is_terminal)
+    if not as_json:
+        notices.print(f"measuring the steps of {escape(name)}, about half a minute")
     with connected(url, api_key, as_json) as client, bar as progress:
         tasks: dict[str, TaskID] = {}
         for event in client.admin.profile(name):

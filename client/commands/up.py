@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,7 +129,7 @@ def _check(config: PlatformConfig) -> None:
         done = subprocess.run(command, check=False, capture_output=True, text=True, input=said)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"{module} ended with status {done.returncode}"])[-1]
-            last = re.sub(r"^(nearline \w+: |.*?: error: )", "", last)
+            last = re.sub(r"^nearline \w+: (error: )?", "", last)
             raise InvalidRequest(last.replace("--api-key-file /dev/stdin", "--api-key"))
 
 
@@ -137,9 +138,34 @@ async def _up(config: PlatformConfig) -> None:
     async with running_platform(config, say) as platform:
         await when_ready(platform, stopped)
         if not stopped.is_set():
+            for line in open_to_others(config, platform.url):
+                say(line)
             say(f"ready      {platform.url}   (data in {config.data_dir}; Ctrl-C stops everything)")
         await stopped.wait()
         say("stopping")
+
+
+def open_to_others(config: PlatformConfig, url: str) -> list[str]:
+    """What to say of a platform that other machines reach: by which address, and whether anybody on them may call."""
+    if config.host == "localhost" or config.host.startswith("127.") or config.host == "::1":
+        return []
+    lines = []
+    if config.host in ("0.0.0.0", "::"):
+        lines.append(f"elsewhere  http://{own_address()}:{url.rsplit(':', 1)[1]}   (the URL for other machines)")
+    if not config.api_keys and "--api-key-file" not in config.controller_args:
+        may = "call" if "--admin-key-file" in config.controller_args else "call and administer"
+        lines.append(f"[yellow]anyone who reaches this port may {may}; add --api-key-file[/]")
+    return lines
+
+
+def own_address() -> str:
+    """The address of this machine that others see, or its name where no network is. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address of nobody, so the default route answers
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
 
 
 def stop_signal() -> asyncio.Event:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from nearline.client.commands.options import megabytes
@@ -17,13 +18,13 @@ PARTS = (
 )
 
 
-def waterfall(runs: Mapping[str, Mapping[str, Any]]) -> Table:
+def waterfall(runs: Mapping[str, Mapping[str, Any]]) -> Group:
     """One column per run: seconds of each part in milliseconds. Reading overlaps binding and prefill."""
     table = Table("", *[f"{name:>12}" for name in runs], box=None)
     for label, key in PARTS:
         table.add_row(label, *[milliseconds(timings.get(key)) for timings in runs.values()])
     table.add_row("bytes from", *[source(timings) for timings in runs.values()])
-    return table
+    return Group(table, "[dim]bind, read and prefill overlap: they add up to more than the time that passes[/]")
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from nearline.client.commands.up import open_to_others
+from nearline.client.platform import PlatformConfig
 from tests.client.conftest import Server
 
 ROW = {
@@ -117,6 +119,42 @@ def test_an_error_names_what_to_do_at_this_command(server: Server) -> None:
     assert "Traceback" not in bare.stderr
 
 
+@pytest.mark.parametrize(
+    ("message", "code", "said"),
+    [
+        ("adapters stand on 'm': remove pirate first", "invalid_request", "'m'; first: nearline adapter rm pirate"),
+        ("adapters stand on 'm': remove a, b first", "invalid_request", "first `nearline adapter rm` each of a, b"),
+        ("'m' is registered already; remove it first, choose another name, or say `replace` to put one of its kind in",
+         "name_taken", "remove it first, choose another name, or give --replace to put"),
+        ("an API key is needed; send `Authorization: Bearer <key>`", "invalid_api_key",
+         "an API key is needed; give your key with --api-key or NEARLINE_API_KEY (invalid_api_key)"),
+    ],
+)  # fmt: skip
+def test_cures_are_those_of_this_command(server: Server, message: str, code: str, said: str) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": message, "code": code}}, status=400)
+
+    server.handler = refuse
+    done = nearline("model", "remove", "m", url=server.url)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_a_key_that_may_not_administer_lists_what_it_may_call(server: Server) -> None:
+    rows = [{"id": "m", "parent": None, "max_model_len": 2048}, {"id": "ad", "parent": "m", "max_model_len": 2048}]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": rows})
+        error = {"message": "this needs the admin key", "code": "permission_denied"}
+        return web.json_response({"error": error}, status=403)
+
+    server.handler = answer
+    shown = nearline("model", "list", url=server.url)
+    assert [line.split() for line in shown.stdout.splitlines()[1:]] == [["m", "–", "2048"], ["ad", "m", "2048"]]
+    assert json.loads(nearline("model", "list", "--json", url=server.url).stdout) == rows
+
+
 def test_an_answer_that_breaks_off_says_so_on_its_own_line_and_to_call_again(server: Server) -> None:
     async def break_off(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -141,7 +179,9 @@ def test_timings_come_with_the_id_that_replay_takes(server: Server) -> None:
         return response
 
     server.handler = stream
-    assert "request req_7" in nearline("invoke", "m", "x", "--timings", url=server.url).stderr
+    notes = nearline("invoke", "m", "x", "--timings", url=server.url).stderr
+    assert "request req_7" in notes
+    assert "bind, read and prefill overlap" in notes
 
 
 def test_a_model_is_shown_in_words(server: Server) -> None:
@@ -233,6 +273,28 @@ def test_up_refuses_options_before_anything_starts(tmp_path: Path, option: str, 
     assert "valkey" not in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "arguments", "said"),
+    [
+        ("127.0.0.1", (), (), []),
+        ("::1", (), (), []),
+        ("10.0.0.7", (), (), ["may call and administer; add --api-key-file"]),
+        ("10.0.0.7", (), ("--admin-key-file", "f"), ["may call; add --api-key-file"]),
+        ("10.0.0.7", ("ann=a",), (), []),
+        ("0.0.0.0", (), ("--api-key-file", "f"), [":8123   (the URL for other machines)"]),
+        ("0.0.0.0", (), (), [":8123   (the URL for other machines)", "anyone who reaches this port"]),
+    ],
+)
+def test_up_says_what_other_machines_may_do(
+    host: str, keys: tuple[str, ...], arguments: tuple[str, ...], said: list[str]
+) -> None:
+    config = PlatformConfig(data_dir=Path("d"), host=host, api_keys=keys, controller_args=arguments)
+    lines = open_to_others(config, "http://127.0.0.1:8123")
+    assert len(lines) == len(said)
+    assert all(text in line for text, line in zip(said, lines, strict=True))
+    assert "0.0.0.0" not in "".join(lines)
 
 
 def piped(reader: str, *arguments: str, url: str = "http://127.0.0.1:9") -> tuple[int, str]:

@@ -11,10 +11,10 @@ from aiohttp import web
 
 from nearline.controller.http.door import Door, door_of, tenant_of
 from nearline.controller.http.sse import stream_events
-from nearline.controller.shown import shown
 from nearline.protocol import (
     Bytes,
     CheckpointInfo,
+    CheckpointKind,
     ModelId,
     NodeId,
     Request,
@@ -24,7 +24,6 @@ from nearline.protocol import (
     TenantId,
     to_plain,
 )
-from nearline.protocol.errors import ModelNotFound
 from nearline.protocol.frames import ProfileProgress, TaskProgress
 
 Event = dict[str, Any]
@@ -140,5 +139,5 @@ def _checkpoint(request: web.Request) -> CheckpointInfo:
     is_model = request.match_info.get("kind", "models") == "models"
     spec = registry.models.get(name) if is_model else registry.adapters.get(name)
     if spec is None:
-        raise ModelNotFound(f"no {'model' if is_model else 'adapter'} is named {shown(name)}", param="name")
+        raise registry.missing(CheckpointKind.MODEL if is_model else CheckpointKind.ADAPTER, name)
     return spec.checkpoint

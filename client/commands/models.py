@@ -65,7 +65,7 @@ def add_model(
         else:
             if registered.get("quantization"):
                 console.print(_quantised_as(registered))
-            console.print(f"[green]✓[/] {name} is registered; try: nearline invoke {name} 'Hello!'")
+            console.print(f"[green]✓[/] {name} is registered; try: {_first_call(registered)}")
 
 
 def _quantised_as(registered: dict[str, Any]) -> str:
@@ -103,7 +103,13 @@ def add_adapter(
         if as_json:
             print_json(registered)
         else:
-            console.print(f"[green]✓[/] {name} is registered on {base}; try: nearline invoke {name} 'Hello!'")
+            console.print(f"[green]✓[/] {name} is registered on {base}; try: {_first_call(registered)}")
+
+
+def _first_call(registered: dict[str, Any]) -> str:
+    """A command that gets an answer: without a chat template a model only continues text."""
+    raw = "" if registered.get("has_chat_template", True) else " --raw"
+    return f"nearline invoke {registered['id']} 'Hello!'{raw}"
 
 
 def register(client: Client, kind: str, body: dict[str, Any], is_quiet: bool = False) -> dict[str, Any]:

@@ -102,12 +102,13 @@ class Registrar:
                     yield {"phase": update.phase, "done_bytes": update.done_bytes, "total_bytes": update.total_bytes}
             if checkpoint is None:
                 raise NearlineError("the import ended without a checkpoint; see the node agent's log")
-            await under_way.wait(_prepare(door, checkpoint), body.name)
+            can_chat = await under_way.wait(_prepare(door, body, checkpoint), body.name)
             under_way.is_publishing = True
             if isinstance(body, ModelBody):
-                yield await self._complete(_keeping_bytes(door, _publish_model(door, body, checkpoint)))
+                published = await self._complete(_keeping_bytes(door, _publish_model(door, body, checkpoint)))
             else:
-                yield await self._complete(_keeping_bytes(door, _publish_adapter(door, body, checkpoint)))
+                published = await self._complete(_keeping_bytes(door, _publish_adapter(door, body, checkpoint)))
+            yield {**published, "has_chat_template": can_chat}
         finally:
             keeping.close()
             if self._names.get(body.name) is under_way:
@@ -175,10 +176,13 @@ async def _next(
     return await anext(updates, None)
 
 
-async def _prepare(door: Door, checkpoint: CheckpointInfo) -> None:
-    """Have ready what a name needs before it can be called."""
+async def _prepare(door: Door, body: ModelBody | AdapterBody, checkpoint: CheckpointInfo) -> bool:
+    """Have ready what a name needs before it can be called. Returns whether it has a chat template, or its base has."""
     await door.registry.note_checkpoint(checkpoint.digest)
     await door.texts.preload(checkpoint)
+    if isinstance(body, ModelBody):
+        return (await door.texts.get(checkpoint)).has_chat_template
+    return (await door.texts.get(base_of(door, body).checkpoint, checkpoint)).has_chat_template
 
 
 def _log_failure(task: asyncio.Task[Event]) -> None:

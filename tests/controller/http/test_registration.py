@@ -1,4 +1,4 @@
-"""A name that is removed while it is being registered: the registration ends, and nothing of it comes back."""
+"""What a registration says at its end; and a name that is removed meanwhile: it ends, and nothing of it comes back."""
 
 import asyncio
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from nearline.controller.http.registration import Registrar
+from nearline.protocol import CheckpointKind, Digest
 from nearline.protocol.errors import StateUnavailable
 from tests.controller.http.conftest import FrontDoor, checkpoint, until
 
@@ -103,3 +104,17 @@ async def test_a_change_that_fails_after_its_caller_has_left_is_logged() -> None
         go_on.set()
         await until(lambda: bool(logs))
     assert "Redis is away" in logs[0]["error"]
+
+
+async def test_what_is_registered_says_whether_it_or_its_base_has_a_chat_template(front: FrontDoor) -> None:
+    front.runtime.imports["/m"] = checkpoint("d5", files=("tokenizer.json",))
+    front.runtime.imports["/a"] = checkpoint("a5", CheckpointKind.ADAPTER, base_digest=Digest("d5"), rank=4, files=())
+    templates = ("tokenizer_config.json",)
+    front.runtime.imports["/b"] = checkpoint("a6", CheckpointKind.ADAPTER, base_digest=Digest("d5"), files=templates)
+    front.runtime.imports["/c"] = checkpoint("a7", CheckpointKind.ADAPTER, base_digest=Digest("d0"), files=())
+    said = {}
+    for path, name, base in (("/m", "raw", ""), ("/a", "a5", "raw"), ("/b", "a6", "raw"), ("/c", "a7", "tiny")):
+        body = {"name": name, "source": path, **({"base": base} if base else {})}
+        _, row, _ = await front.post("/admin/adapters" if base else "/admin/models", body)
+        said[name] = row["has_chat_template"]
+    assert said == {"raw": False, "a5": False, "a6": True, "a7": True}

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nearline.controller.policy.views import ModelView, NodeView, RunningView
-from nearline.protocol import Bytes, Digest, Seconds, Tier
+from nearline.protocol import Bytes, Digest, InstanceState, Seconds, Tier
 
 FALLBACK_BYTES_PER_S = 500e6
 """Assumed rate of a tier that a node reports bytes in but no bandwidth for: an ordinary SATA SSD."""
+_WITH_PROCESS = (InstanceState.LOADING, InstanceState.READY, InstanceState.DRAINING)
 _RESUMES_KEPT = 256.0
 _LEAST_RESUMES = 8.0
 
@@ -88,12 +89,20 @@ def startup(node: NodeView, digest: Digest, num_bytes: Bytes, now: Seconds) -> S
     read_s += remote / _rate(node, Tier.REMOTE) if remote else 0.0
     is_far = ssd + remote > 0
     queue_s = max(0.0, node.storage_free_at - now) if is_far else 0.0
-    num_spare, process_s = node.report.num_prewarmed, 0.0
-    if num_spare <= len(node.instances):
-        num_unseen = sum(not i.is_acknowledged for i in node.instances.values())
-        process_s = 0.0 if num_spare > num_unseen else node.report.process_s
+    process_s = 0.0 if _has_process(node) else node.report.process_s
     tier = Tier.REMOTE if remote else Tier.SSD if ssd else Tier.DRAM
     return StartEstimate(queue_s, read_s, node.report.bind_s, process_s, tier)
+
+
+def _has_process(node: NodeView) -> bool:
+    """Whether a start finds a warm process. A stop gives its own back, so between two reports their number stays the
+    same, whoever has them; and where every slot is taken, who leaves one leaves a process with it.
+    """
+    report, num_taken = node.report, len(node.instances)
+    if report.num_prewarmed > num_taken:
+        return True
+    num_warm = report.num_prewarmed + sum(status.state in _WITH_PROCESS for status in report.instances)
+    return num_warm > min(num_taken, sum(device.num_slots for device in report.devices) - 1)
 
 
 def bytes_by_tier(node: NodeView, digest: Digest, num_bytes: Bytes) -> tuple[Bytes, Bytes, Bytes]:

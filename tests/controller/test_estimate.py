@@ -1,19 +1,29 @@
 """Start-up times and waits, by hand."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
 from nearline.controller.estimate import ResumeCost, bytes_by_tier, generated_tokens, retry_after_s, startup, taken_s
 from nearline.controller.queues import RequestRecord
 from nearline.controller.state import InstanceRecord, ModelRecord, NodeRecord
-from nearline.protocol import Digest, InstanceId, InstanceSpec, InstanceState, Residency, Tier, TierBandwidth
+from nearline.protocol import (
+    Digest,
+    InstanceId,
+    InstanceSpec,
+    InstanceState,
+    InstanceStatus,
+    Residency,
+    Tier,
+    TierBandwidth,
+)
 from tests.controller.fleets import GB, info, model, report
 
 D = Digest("d")
 
 
-def node(dram: float, ssd: float, **settings: object) -> NodeRecord:
+def node(dram: float, ssd: float, **settings: Any) -> NodeRecord:
     rows = (Residency(D, 10 * GB, ssd_bytes=round(ssd * GB), dram_bytes=round(dram * GB)),)
     rates = tuple(TierBandwidth(t, r * GB) for t, r in ((Tier.REMOTE, 0.5), (Tier.SSD, 2.0), (Tier.DRAM, 20.0)))
     made = NodeRecord(report(residency=rows, bandwidths=rates, **settings))
@@ -64,14 +74,38 @@ def test_a_read_takes_room_from_others_unless_there_is_room_for_all(
     assert taken_s(made, D, 10 * GB) == pytest.approx(expected_s)
 
 
-def test_prewarmed_processes_that_are_already_spoken_for_do_not_count() -> None:
-    one = node(10, 10, num_prewarmed=1, process_s=2.5)
-    assert startup(one, D, 10 * GB, 0.0).process_s == 0.0
-    spec = InstanceSpec(InstanceId("i"), model("a").model_id, Digest("e"))
-    one.instances[InstanceId("i")] = InstanceRecord(spec, one, ModelRecord(model("a")), 0.0)
-    assert startup(one, D, 10 * GB, 0.0).process_s == 2.5
-    one.instances[InstanceId("i")].is_acknowledged = True
-    assert startup(one, D, 10 * GB, 0.0).process_s == 0.0, "the node's report counts it by now"
+def occupied(names: str, *, reported: str, num_slots: int, num_prewarmed: int) -> NodeRecord:
+    """A node with these instances now, that told of processes when it ran `reported`."""
+    statuses = tuple(
+        InstanceStatus(InstanceId(name), model("a").model_id, Digest("e"), InstanceState.READY) for name in reported
+    )
+    settings = {"num_prewarmed": num_prewarmed, "process_s": 2.5, "instances": statuses}
+    made = node(10, 10, num_slots=num_slots, **settings)
+    for name in names:
+        spec = InstanceSpec(InstanceId(name), model("a").model_id, Digest("e"))
+        made.instances[spec.instance_id] = InstanceRecord(spec, made, ModelRecord(model("a")), 0.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("what", "names", "reported", "num_slots", "num_prewarmed", "expected_s"),
+    [
+        ("one is warm", "", "", 2, 1, 0.0),
+        ("none is warm", "", "", 2, 0, 2.5),
+        ("the one that is warm is spoken for", "a", "", 2, 1, 2.5),
+        ("one has a process, none is spare", "a", "a", 2, 0, 2.5),
+        ("one has a process, one is spare", "a", "a", 2, 1, 0.0),
+        ("one stopped since and left its process", "b", "ab", 2, 0, 0.0),
+        ("what it left is spoken for", "bc", "ab", 3, 0, 2.5),
+        ("whose slot is taken leaves a process", "ab", "ab", 2, 0, 0.0),
+        ("who took the slot and the process will leave them", "bc", "ab", 2, 0, 0.0),
+    ],
+)
+def test_a_start_waits_for_a_process_only_where_none_is_warm_and_nobody_leaves_one(
+    what: str, names: str, reported: str, num_slots: int, num_prewarmed: int, expected_s: float
+) -> None:
+    made = occupied(names, reported=reported, num_slots=num_slots, num_prewarmed=num_prewarmed)
+    assert startup(made, D, 10 * GB, 0.0).process_s == expected_s
 
 
 def test_an_unknown_checkpoint_is_all_remote() -> None:

@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/transformers/chat_templating_writing
 import asyncio
 import datetime
 import json
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,11 +16,13 @@ import jinja2
 import structlog
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import do_format
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nearline.controller.shown import shown
 from nearline.controller.text.render_thread import RenderThread
+from nearline.controller.text.template_bounds import MAX_REPEATED_CHARS, is_large_call, is_large_operation
 from nearline.protocol.errors import InvalidRequest, UnsupportedCheckpoint
 
 log = structlog.get_logger(__name__)
@@ -29,7 +32,8 @@ Message = Mapping[str, Any]
 Outcome = str | InvalidRequest
 
 RENDER_LIMIT_S = 2.0
-MAX_REPEATED_CHARS = 1_000_000
+QUICK_S = 0.02
+"""Of computing: a template that took more is rendered in one of few places until it has been quick again."""
 _renders = RenderThread[Outcome]("chat-template")
 
 
@@ -44,17 +48,29 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["*", "**", "%"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) for side in (left, right) if isinstance(side, (str, list, tuple))]
-        counts = [side for side in (left, right) if isinstance(side, int)]
-        is_large = (sizes and counts and sizes[0] * counts[0] > MAX_REPEATED_CHARS) or (
-            operator == "**" and counts and counts[-1] > 64
-        )
-        if is_large:
+        if is_large_operation(operator, left, right):
             raise jinja2.TemplateRuntimeError(f"{operator!r} of such sizes is not allowed in a chat template")
         return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as the base class)
+        if is_large_call(__obj, [*args, *kwargs.values()]):
+            raise jinja2.TemplateRuntimeError("a text of such a width is not allowed in a chat template")
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _center(value: str, width: int = 80) -> str:
+    if width > MAX_REPEATED_CHARS:
+        raise jinja2.TemplateRuntimeError("a text of such a width is not allowed in a chat template")
+    return str(value).center(width)
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    if is_large_operation("%", str(value), args):
+        raise jinja2.TemplateRuntimeError("a text of such a width is not allowed in a chat template")
+    return do_format(value, *args, **kwargs)
 
 
 class _Raised(jinja2.TemplateRuntimeError):
@@ -76,7 +92,7 @@ def _strftime_now(pattern: str) -> str:
 def _environment() -> _Environment:
     extensions: list[Any] = ["jinja2.ext.loopcontrols", _GenerationTag]
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _tojson
+    environment.filters.update(tojson=_tojson, center=_center, format=_format)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -88,17 +104,23 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._is_quick = False
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedCheckpoint(f"the chat template does not compile: line {error.lineno}: {error}") from None
+        except Exception as error:  # Python's own compiler has limits too: of depth, of blocks, of memory
+            log.info("chat template does not compile", error=repr(error)[:500])
+            text = "the chat template does not compile: it is nested too deeply or too large; simplify it"
+            raise UnsupportedCheckpoint(text) from None
 
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: Mapping[str, Any] | None = None
     ) -> str:
         """Render the prompt up to the assistant's turn.
 
-        Raises InvalidRequest with the template's own message when it refuses the conversation.
+        Raises InvalidRequest with the template's own message when it refuses the conversation, Overloaded when others
+        that take long leave no place.
         """
         variables: dict[str, Any] = {
             **self._special_tokens,
@@ -109,14 +131,21 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
         }
         try:
-            outcome = await _renders.run(lambda: _outcome(self._template, variables), RENDER_LIMIT_S)
+            outcome = await _renders.run(lambda: self._timed(variables), RENDER_LIMIT_S, self._is_quick)
         except TimeoutError:
+            self._is_quick = False
             text = f"the chat template ran for more than {RENDER_LIMIT_S:g} s; simplify it"
             raise InvalidRequest(text, param="messages") from None
         if isinstance(outcome, Exception):
             if outcome.__cause__ is not None:
                 log.info("chat template failed", error=repr(outcome.__cause__))
             raise outcome
+        return outcome
+
+    def _timed(self, variables: dict[str, Any]) -> Outcome:
+        started = time.thread_time()
+        outcome = _outcome(self._template, variables)
+        self._is_quick = time.thread_time() - started <= QUICK_S
         return outcome
 
 

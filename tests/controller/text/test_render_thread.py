@@ -8,6 +8,7 @@ import pytest
 
 from nearline.controller.text import render_thread
 from nearline.controller.text.render_thread import RenderThread
+from nearline.protocol.errors import Overloaded
 
 NAME = "tested-renders"
 
@@ -55,6 +56,45 @@ async def test_work_that_takes_long_keeps_nobody_waiting_and_is_not_done_twice(r
     gate.set()
     assert await asyncio.gather(*slow_ones) == ["slow"] * 3
     assert len(calls) == 3
+
+
+async def test_two_that_may_take_long_run_at_once_and_the_quick_pass_them(
+    renders: RenderThread[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, started = threading.Event(), []
+
+    def slow() -> str:
+        started.append(1)
+        gate.wait()
+        return "slow"
+
+    slow_ones = [asyncio.create_task(renders.run(slow, 60.0, False)) for _ in range(6)]
+    while len(started) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await renders.run(lambda: "quick", 60.0) == "quick"
+    monkeypatch.setattr(render_thread, "MAX_WAIT_S", 0.05)
+    with pytest.raises(Overloaded, match="try again"):
+        await renders.run(slow, 60.0, False)
+    assert len(started) == 2
+    gate.set()
+    assert await asyncio.gather(*slow_ones) == ["slow"] * 6
+
+
+async def test_work_that_was_given_up_keeps_its_place_until_it_has_ended(
+    renders: RenderThread[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = [threading.Event() for _ in range(2)]
+    for gate in gates:
+        with pytest.raises(TimeoutError):
+            await renders.run(gate.wait, 0.1, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(render_thread, "MAX_WAIT_S", 0.05)
+        with pytest.raises(Overloaded):
+            await renders.run(lambda: "early", 60.0, False)
+    monkeypatch.setattr(render_thread, "MAX_WAIT_S", 60.0)
+    for gate in gates:
+        gate.set()
+    assert await renders.run(lambda: "after", 60.0, False) == "after"
 
 
 class Spoiler:

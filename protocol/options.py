@@ -26,6 +26,7 @@ def within(kind: type[N], least: N, most: N) -> Callable[[str], N]:
     """A type for argparse: a number within bounds, which NaN never is."""
 
     def read(text: str) -> N:
+        value: N | None
         try:
             value = kind(text)
         except ValueError:

@@ -18,6 +18,7 @@ from nearline.checkpoint_store import read_manifest
 from nearline.engine import EngineCore
 from nearline.engine.adapter_memory import AdapterMemory
 from nearline.engine.adapter_reader import AdapterReader
+from nearline.engine.adapter_sources import READ_LIMIT_S
 from nearline.engine.adapters import FreeAdapter
 from nearline.engine.config import EngineConfig, MergeMode
 from nearline.engine.runner import Runner, RunnerConfig
@@ -81,7 +82,7 @@ class MiniEngine:
         self.core = EngineCore(read_manifest(directory).info, self.config)
         self._root = directory.parent
         self._heard = threading.Event()
-        self._reader = AdapterReader(self._heard.set)
+        self._reader = AdapterReader(self._heard.set, READ_LIMIT_S)
         self._skipped: Seconds = 0.0
         self._merging: Digest | None = None
         self._merge_s: Seconds = 0.0

@@ -1,6 +1,9 @@
 """A process beside the event loop for what may take long or die: asked one thing at a time (pipes.py is its side)."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 
 from nearline.controller.pipes import LENGTH
@@ -62,5 +65,7 @@ class SideProcess:
         if process is None:
             return 0
         if process.returncode is None:
-            process.kill()
+            # Not `kill()`: its look whether the process lives would take how it ended from who waits for it (255).
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         return await process.wait()

@@ -168,8 +168,8 @@ class EngineProcess:
         try:
             if number is signal.SIGKILL:
                 os.killpg(process.pid, number)  # it leads its own group: children go with it
-            else:
-                process.send_signal(number)
+            else:  # not `send_signal`: its look whether the process lives would take how it ended from who waits (255)
+                os.kill(process.pid, number)
         except ProcessLookupError:
             pass
 

@@ -9,7 +9,6 @@ from collections.abc import Container, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from nearline.controller.tenants import Tenants
 from nearline.controller.text.models import TextModels
 from nearline.protocol import Digest, TenantId
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError, StateUnavailable
+from nearline.protocol.options import is_loopback
 
 CONNECT_LIMIT_S = 10.0
 NUM_PRELOADED_TEXTS = 8
@@ -102,14 +102,7 @@ def _assemble(config: ServiceConfig, state: State, lease: LeaderLease) -> tuple[
     jobs = JobStore(state, config.result_ttl_s)
     keepers = (registry, texts, jobs, state, lease, metrics, config.tenants, config.limits)
     names = frozenset((socket.gethostname().lower(), *config.host_names))
-    return runtime, Door(runtime, *keepers, is_loopback=_is_loopback(config.host), host_names=names)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return runtime, Door(runtime, *keepers, is_loopback=is_loopback(config.host), host_names=names)
 
 
 async def _load(door: Door) -> None:

@@ -51,14 +51,14 @@ class Tenants:
         if found is None and self.is_admin(digest):
             return DEFAULT_TENANT
         if found is None:
-            raise Unauthorized("this API key is not known; send `Authorization: Bearer <key>`")
+            raise Unauthorized("this API key is not known (`Authorization: Bearer <key>`)")
         return found
 
     def check_admin(self, authorization: str | None) -> None:
         """Raises Unauthorized or Forbidden unless this caller may administer."""
         self.authenticate(authorization) if self.by_digest else None
         if self.admin_digest is not None and not (self.by_digest or authorization):
-            raise Unauthorized("this needs the admin key; send `Authorization: Bearer <key>`")
+            raise Unauthorized("this needs the admin key (`Authorization: Bearer <key>`)")
         if self.admin_digest is not None and not self.is_admin(_bearer_digest(authorization)):
             raise Forbidden("this needs the admin key")
 
@@ -88,7 +88,7 @@ def read_admin_key(path: Path) -> str:
 def _bearer_digest(authorization: str | None) -> bytes:
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise Unauthorized("an API key is needed; send `Authorization: Bearer <key>`")
+        raise Unauthorized("an API key is needed (`Authorization: Bearer <key>`)")
     return _digest(key.strip())
 
 

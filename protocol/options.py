@@ -3,6 +3,7 @@
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
@@ -45,6 +46,14 @@ def url_complaint(text: str, where: str = "") -> str | None:
         return None
     cure = "only http:// and https:// will do" if "://" in text else f"put http:// in front: http://{text}"
     return f"{text!r}{where} is no URL; {cure}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there: a loopback address, or the name of one."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 API_KEY = Option("api_key", "NAME=KEY", "A tenant and its key; repeatable. Without any key everybody may call.")

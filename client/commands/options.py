@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,18 +28,11 @@ WIDE = 400
 
 CURES = {
     "invalid_api_key": f"give your key with --api-key or {API_KEY_VARIABLE}",
+    "name_taken": "here that is --replace",
     "no_chat_template": "at this command --raw continues the text itself",
     "permission_denied": f"give that with --api-key or {API_KEY_VARIABLE}",
 }
 """What a person at this command can do about an error that the platform words for every kind of caller."""
-
-WORDS = (
-    (re.compile(r"; send `Authorization: Bearer <key>`"), ""),  # CURES has it
-    (re.compile(r"\bsay `replace` to"), "give --replace to"),
-    (re.compile(r"^(adapters stand on .*): remove ([^\s,]+) first$"), r"\1; first: nearline adapter rm \2"),
-    (re.compile(r"^(adapters stand on .*): remove (.+) first$"), r"\1; first `nearline adapter rm` each of \2"),
-)
-"""How this command says what the platform says in words of the API."""
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
 notices = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -57,14 +49,8 @@ def fail(error: NearlineError, as_json: bool = False) -> NoReturn:
         print_json({"error": {"message": error.message, "code": error.code, "param": error.param}})
     else:
         cure = f"; {CURES[error.code]}" if error.code in CURES else ""
-        notices.print(f"[bold red]error:[/] {escape(in_cli_words(error.message))}{cure} [dim]({error.code})[/]")
+        notices.print(f"[bold red]error:[/] {escape(error.message)}{cure} [dim]({error.code})[/]")
     raise typer.Exit(1)
-
-
-def in_cli_words(message: str) -> str:
-    for said, ours in WORDS:
-        message = said.sub(ours, message)
-    return message
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from nearline.client.config import DEFAULT_PORT, default_data_dir
 from nearline.client.functions import AsyncClient
 from nearline.client.platform import Platform, PlatformConfig, running_platform
 from nearline.protocol.errors import Fault, InvalidRequest, NearlineError
-from nearline.protocol.options import API_KEY, CALLER_OPTIONS
+from nearline.protocol.options import API_KEY, CALLER_OPTIONS, is_loopback
 
 READY_TIMEOUT_S = 120.0
 MAX_REFUSALS = 2
@@ -147,7 +147,7 @@ async def _up(config: PlatformConfig) -> None:
 
 def open_to_others(config: PlatformConfig, url: str) -> list[str]:
     """What to say of a platform that other machines reach: by which address, and whether anybody on them may call."""
-    if config.host == "localhost" or config.host.startswith("127.") or config.host == "::1":
+    if is_loopback(config.host):
         return []
     lines = []
     if config.host in ("0.0.0.0", "::"):

@@ -34,6 +34,12 @@ class Target:
     adapter: AdapterSpec | None = None
 
 
+def _meant(name: str, names: list[str]) -> str | None:
+    """Ask whether the name most like this one was meant; None if none is like it."""
+    near = difflib.get_close_matches(name[:_MAX_QUALIFIED_CHARS], names, n=1)
+    return f"did you mean {near[0]!r}?" if near else None
+
+
 def check_name(name: str) -> None:
     """Refuse names that could leave a directory, break a URL or an index. Raises InvalidRequest."""
     is_ok = bool(_NAME.fullmatch(name)) and ".." not in name and len(name) <= MAX_NAME_CHARS
@@ -81,12 +87,9 @@ class Registry:
             return Target(name, self.models[name])
         adapter = self.adapters.get(name) or self._qualified(name)
         if adapter is None or adapter.base_id not in self.models:
-            raise ModelNotFound(f"no model or adapter is named {shown(name)}{self._hint(name)}", param="model")
+            hint = _meant(name, [*self.models, *self.adapters]) or "`nearline model list` shows what may be called"
+            raise ModelNotFound(f"no model or adapter is named {shown(name)}; {hint}", param="model")
         return Target(name, self.models[adapter.base_id], adapter)
-
-    def _hint(self, name: str) -> str:
-        near = difflib.get_close_matches(name[:_MAX_QUALIFIED_CHARS], [*self.models, *self.adapters], n=1)
-        return f"; did you mean {near[0]!r}?" if near else "; `nearline model list` shows what may be called"
 
     def missing(
         self, kind: CheckpointKind, name: str, param: str = "name", otherwise: str | None = None
@@ -97,11 +100,10 @@ class Registry:
         what = "an adapter"
         if kind is CheckpointKind.ADAPTER:
             own, others, what = others, own, "a model"
-        near = difflib.get_close_matches(name[:_MAX_QUALIFIED_CHARS], own, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; {otherwise or f'`nearline {kind.value} list` shows all'}"
-        if name in others:
-            hint = f": it is {what}"
-        return ModelNotFound(f"no {kind.value} is named {shown(name)}{hint}", param=param)
+        hint = f"it is {what}" if name in others else _meant(name, own) or otherwise
+        return ModelNotFound(
+            f"no {kind.value} is named {shown(name)}; {hint or f'`nearline {kind.value} list` shows all'}", param=param
+        )
 
     def _qualified(self, name: str) -> AdapterSpec | None:
         """Both parts may hold colons themselves, so each colon is tried."""
@@ -118,7 +120,7 @@ class Registry:
         something else. Raises InvalidRequest for a bad name, NameTaken for one in use."""
         check_name(name)
         if name in self.models or name in self.adapters:
-            cure = "remove it first, choose another name, or say `replace` to put one of its kind in its place"
+            cure = "remove it first, choose another name, or have one of its kind take its place (`replace`)"
             raise NameTaken(f"{name!r} is registered already; {cure}", param="name")
         if (meant := self._qualified(name)) is not None:
             found = f"adapter {meant.adapter_id!r} on {meant.base_id!r}"

@@ -137,8 +137,8 @@ def _json(files: Files, name: str) -> dict[str, Any]:
 
 
 class TextModels:
-    """All text models in use. Owns: the cached files under `directory` at most MAX_LOADED tokenizers in memory, and the
-    compiled templates of at most MAX_ADAPTED adapters that bring their own."""
+    """All text models in use. Owns: the cached files under `directory`, at most MAX_LOADED tokenizers in memory, and
+    the compiled templates of at most MAX_ADAPTED adapters that bring their own."""
 
     def __init__(self, directory: Path, fetch_file: FetchFile) -> None:
         self._directory = directory

@@ -36,6 +36,21 @@ def request(**other: Any) -> JobRequest:
     return JobRequest(**(fields | other))
 
 
+class Endless:
+    """A run that ends only when it is stopped."""
+
+    def __init__(self) -> None:
+        self.begun, self.stopped = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, job: Job, started: Started) -> dict[str, Any]:
+        self.begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.stopped.set()
+        return {}
+
+
 class Bench:
     """Some workers over one store, that can be killed the hard way: their tasks vanish, nothing is handed back."""
 
@@ -259,27 +274,18 @@ async def test_being_refused_for_load_is_no_failure_of_the_job(bench: Callable[.
 
 
 async def test_a_deadline_ends_a_job_in_the_queue_and_in_its_run(bench: Callable[..., Bench]) -> None:
-    begun, stopped = asyncio.Event(), asyncio.Event()
-
-    async def endless(job: Job, started: Started) -> dict[str, Any]:
-        begun.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            stopped.set()
-        return {}
-
+    endless = Endless()
     b = bench(endless)
     b.hire(max_running=1)
     running = await b.store.submit(request(deadline_s=5.0))
-    await begun.wait()
+    await endless.begun.wait()
     queued = await b.store.submit(request(deadline_s=0.2))
     job = await b.store.wait(queued, ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.EXPIRED, 0)
     job = await b.store.wait(running, ANN, WAIT_S)
     assert (job.state, job.attempt) == (JobState.EXPIRED, 1)
     async with asyncio.timeout(WAIT_S):
-        await stopped.wait()
+        await endless.stopped.wait()
 
 
 async def test_a_run_that_hears_of_its_deadline_first_expires_the_job(bench: Callable[..., Bench]) -> None:
@@ -293,29 +299,20 @@ async def test_a_run_that_hears_of_its_deadline_first_expires_the_job(bench: Cal
 
 @pytest.mark.parametrize("is_running", [False, True])
 async def test_a_cancelled_job_stays_cancelled(bench: Callable[..., Bench], is_running: bool) -> None:
-    begun, stopped = asyncio.Event(), asyncio.Event()
-
-    async def endless(job: Job, started: Started) -> dict[str, Any]:
-        begun.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            stopped.set()
-        return {}
-
+    endless = Endless()
     b = bench(endless)
     job_id = await b.store.submit(request())
     if is_running:
         b.hire()
-        await begun.wait()
+        await endless.begun.wait()
     assert (await b.store.cancel(job_id, ANN)).state is JobState.CANCELED
     if is_running:
         async with asyncio.timeout(WAIT_S):
-            await stopped.wait()
+            await endless.stopped.wait()
     else:
         b.hire()
         await asyncio.sleep(0.2)
-        assert not begun.is_set()
+        assert not endless.begun.is_set()
     assert (await b.store.cancel(job_id, ANN)).state is JobState.CANCELED
 
 

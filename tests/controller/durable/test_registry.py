@@ -53,7 +53,7 @@ async def test_names_mean_models_then_adapters_then_base_and_adapter(state: Stat
     for name in ("other:x:y", "llama", "7b", "y", "llama:7b:", ""):
         with pytest.raises(ModelNotFound):
             registry.resolve(name)
-    with pytest.raises(NameTaken, match="say `replace`"):
+    with pytest.raises(NameTaken, match=r"take its place \(`replace`\)"):
         registry.check_free("x:y")
 
 

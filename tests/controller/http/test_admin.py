@@ -59,11 +59,11 @@ async def test_a_name_that_is_none_comes_with_what_was_meant_or_what_it_names(fr
     base = {"name": "x", "base": "tinny", "source": "/a"}
     asked = [
         (await front.get("/admin/models/tinny"), "no model is named 'tinny'; did you mean 'tiny'?"),
-        (await front.get("/admin/models/acme/pirate"), "no model is named 'acme/pirate': it is an adapter"),
+        (await front.get("/admin/models/acme/pirate"), "no model is named 'acme/pirate'; it is an adapter"),
         (await front.get("/admin/models/zzz"), "no model is named 'zzz'; `nearline model list` shows all"),
         (await front.get("/admin/adapters/acme/pirat"), "did you mean 'acme/pirate'?"),
         (await front.post("/admin/models/tinny/verify", b""), "did you mean 'tiny'?"),
-        (await front.get("/admin/adapters/tiny"), "no adapter is named 'tiny': it is a model"),
+        (await front.get("/admin/adapters/tiny"), "no adapter is named 'tiny'; it is a model"),
         (await front.post("/admin/adapters", base), "no model is named 'tinny'; did you mean 'tiny'?"),
         (await front.post("/admin/adapters", base | {"base": "zzz"}), "add the base of this adapter first"),
     ]
